@@ -1,0 +1,43 @@
+# Needs python3 and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test lint unit bench figures clean
+
+help:
+	@echo "make demo     install, then compare BN and BKN at micro-batch on real digits (about a minute)"
+	@echo "make test     install, lint, type-check, test"
+	@echo "make bench    time the op beside F.batch_norm on this machine"
+	@echo "make figures  redraw the README's picture from its records"
+	@echo "make install  only create .venv, pinned, with all extras"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lab,test]'
+	@touch $@
+
+demo: install
+	$(BIN)/python examples/digits.py
+
+test: lint unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest -n 2 --durations=10
+
+bench: install
+	$(BIN)/python benchmarks/op.py
+
+figures: install
+	$(BIN)/python docs/figures/draw.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""Batch Kalman Normalization for PyTorch: train deep networks when only 1 to 8 examples fit on a device."""
+
+from kalmannorm import functional, moments
+from kalmannorm.baselines import (
+    BatchRenorm1d,
+    BatchRenorm2d,
+    BatchRenorm3d,
+    GhostBatchNorm1d,
+    GhostBatchNorm2d,
+    GhostBatchNorm3d,
+)
+from kalmannorm.functional import batch_kalman_norm
+from kalmannorm.moments import Moments
+from kalmannorm.norm import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from kalmannorm.optimization import gains, parameter_groups
+from kalmannorm.population import check_statistics, freeze_statistics, set_inference
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchKalmanNorm1d",
+    "BatchKalmanNorm2d",
+    "BatchKalmanNorm3d",
+    "BatchRenorm1d",
+    "BatchRenorm2d",
+    "BatchRenorm3d",
+    "GhostBatchNorm1d",
+    "GhostBatchNorm2d",
+    "GhostBatchNorm3d",
+    "Moments",
+    "__version__",
+    "batch_kalman_norm",
+    "check_statistics",
+    "freeze_statistics",
+    "functional",
+    "gains",
+    "moments",
+    "parameter_groups",
+    "set_inference",
+]

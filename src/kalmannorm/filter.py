@@ -1,0 +1,60 @@
+"""The filter on moments: predict from the layer before, update with the observation; no activations here.
+
+    predict   mean_p = A mean_prev            var_p = (A∘A) var_prev + r
+    update    mean   = p mean_p + q x̄         var   = p var_p + q S + p q (x̄ - mean_p)²,   p = 1 - q
+
+With covariances: Σ_p = A Σ A^T + r I and Σ = p Σ_p + q S + p q d d^T, d = x̄ - mean_p. `docs/equations.md` derives
+them and the gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm.moments import Moments
+
+
+def predict(previous: Moments, matrix: Tensor, noise: Tensor, *, full: bool = False) -> Moments:
+    """Prior (G, C) from the posterior (G, P) of the layer before; `matrix` is A (C, P), `noise` is r ≥ 0."""
+    # Under autocast the products would run in half precision, and the statistics with them.
+    with torch.autocast(device_type=matrix.device.type, enabled=False):
+        mean = previous.mean @ matrix.t()
+        if not full:
+            return Moments(mean, previous.var @ matrix.square().t() + noise)
+        cov = torch.diag_embed(previous.var) if previous.cov is None else previous.cov
+        cov = matrix @ cov @ matrix.t()
+        cov = cov + torch.diag_embed(noise.expand(cov.shape[-1]))
+        return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)
+
+
+def update(prior: Moments, observation: Moments, gain: Tensor) -> Moments:
+    """Posterior: the prior fused with the observation, with trust `gain` = q in the observation.
+
+    The covariance is kept where both sides have one; then q must be one number.
+    """
+    trust, doubt = gain, 1 - gain
+    surprise = observation.mean - prior.mean
+    mean = prior.mean + trust * surprise
+    if prior.cov is None or observation.cov is None:
+        return Moments(mean, doubt * prior.var + trust * observation.var + trust * doubt * surprise.square())
+    outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
+    cov = doubt * prior.cov + trust * observation.cov + trust * doubt * outer
+    return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)
+
+
+def update_backward(
+    prior: Moments, observation: Moments, gain: Tensor, grad: Moments
+) -> tuple[Moments, Moments, Tensor]:
+    """Gradients of the diagonal `update`: at the prior, at the observation, and at the gain before summing, (G, C)."""
+    trust, doubt = gain, 1 - gain
+    surprise = observation.mean - prior.mean
+    observation_mean = trust * grad.mean + 2 * trust * doubt * surprise * grad.var
+    at_gain = grad.mean * surprise + grad.var * (
+        observation.var - prior.var + (1 - 2 * trust) * surprise.square()
+    )
+    return (
+        Moments(grad.mean - observation_mean, doubt * grad.var),
+        Moments(observation_mean, trust * grad.var),
+        at_gain,
+    )

@@ -1,0 +1,76 @@
+"""`batch_kalman_norm`: normalize with the prior fused with what the batch shows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from kalmannorm import op
+from kalmannorm.checks import check_channels, check_enough_values, check_gain, check_input, check_prior
+from kalmannorm.groups import statistics_dtype
+from kalmannorm.kernels import plain
+from kalmannorm.moments import Moments
+
+
+def normalize(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+) -> tuple[Tensor, Moments, Moments]:
+    """The diagonal op on checked arguments: output, posterior, observation. γ, β may differ by group: (C,) or (G, C)."""
+    if prior is None:
+        mean = var = gain = None
+    else:
+        mean, var = (part.to(statistics_dtype(x)) for part in prior[:2])
+        gain = None if gain is None else gain.to(mean.dtype)
+    x = x.contiguous(memory_format=op.memory_format_of(x))
+    y, *moments = op.batch_kalman_norm(x, mean, var, gain, weight, bias, statistics_batch_size or 0, eps)
+    return y, Moments(*moments[:2]), Moments(*moments[2:])
+
+
+def batch_kalman_norm(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | float | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None = None,
+    eps: float = 1e-5,
+    covariance: Literal["diagonal", "full"] = "diagonal",
+) -> tuple[Tensor, Moments]:
+    """Normalize x (N, C, *) with the posterior of each group; return (y, posterior).
+
+    Args:
+        prior: predicted `Moments`, (G, C) or (1, C); None normalizes with the observation alone, as batch norm does.
+        gain: q, trust in the observation: a number in (0, 1), or a tensor () or (C,), which is not inspected.
+            Ignored where there is no prior.
+        weight, bias: γ, β of shape (C,), or None.
+        statistics_batch_size: m, examples per group; None takes the whole batch as one group. The last group is
+            smaller where m does not divide N.
+        covariance: "full" keeps (G, C, C) covariances in the moments and still normalizes by their diagonal.
+
+    Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
+    """
+    check_input(x, statistics_batch_size)
+    check_channels("weight", weight, x)
+    check_channels("bias", bias, x)
+    if covariance not in ("diagonal", "full"):
+        raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}")
+    if prior is None:
+        check_enough_values(x, statistics_batch_size)
+        q = None
+    else:
+        check_prior(prior, x, statistics_batch_size)
+        q = check_gain(gain, x)
+        if covariance == "full" and q.numel() > 1:
+            raise ValueError(f"gain must be one number with covariance='full', got shape {tuple(q.shape)}")
+    run = normalize if covariance == "diagonal" else plain.normalize_full
+    y, posterior, _ = run(x, prior, q, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps)
+    return y, posterior

@@ -1,0 +1,327 @@
+"""GroupedNorm: what every norm with per-group statistics shares.
+
+Running statistics that BatchNorm's checkpoints fit, three ways of inference, freezing, a guard against NaN batches,
+and float32 statistics under half-precision models. Subclasses say how a group is normalized.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from kalmannorm import filter as kalman
+from kalmannorm.checks import check_enough_values, check_input, check_statistics_batch_size
+from kalmannorm.functional import normalize
+from kalmannorm.groups import group_size, statistics_dtype
+from kalmannorm.kernels import plain
+from kalmannorm.moments import Moments
+from kalmannorm.statistics import moved, pool_batch, values_seen
+
+Inference = Literal["population", "batch", "example"]
+INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
+SKIPPED_WARNING = (
+    "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
+    "kalmannorm.check_statistics(model) lists the layers and how often."
+)
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing does when it recomputes."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class GroupedNorm(_NormBase):
+    """Base of the norms here; see the subclasses. `input_dims` are the ranks of x it takes."""
+
+    input_dims: tuple[int, ...] = ()
+    inference_modes: tuple[Inference, ...] = INFERENCE_MODES
+
+    values_tracked: Tensor | None
+    skipped_batches: Tensor | None
+    observed_mean: Tensor | None
+    observed_var: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        statistics_batch_size: int | None = None,
+        inference: Inference = "population",
+        total_variance: bool = True,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        observation_momentum: float = 0.02,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
+            raise ValueError(f"num_features must be a positive int, got {num_features!r}")
+        check_statistics_batch_size(statistics_batch_size)
+        for name, value in (("momentum", momentum), ("observation_momentum", observation_momentum)):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {value}")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.statistics_batch_size = statistics_batch_size
+        self.total_variance = total_variance
+        self.observation_momentum = observation_momentum
+        self.frozen = False
+        self._warned = False
+        self._posterior: Moments | None = None
+        self._register_statistics(device, self.filter_dtype(dtype))
+        self.inference: Inference = "population"
+        self.set_inference(inference)
+
+    @staticmethod
+    def filter_dtype(dtype: torch.dtype | None) -> torch.dtype:
+        """Buffers and filter parameters are float32, also in half-precision models; float64 in float64 ones."""
+        return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+
+    def _register_statistics(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        shape = (self.num_features,)
+        observes = self.track_running_stats and "example" in self.inference_modes
+        for name, exists, fill in (("observed_mean", observes, 0.0), ("observed_var", observes, 1.0)):
+            self.register_buffer(name, torch.full(shape, fill, device=device, dtype=dtype) if exists else None)
+        for name in ("values_tracked", "skipped_batches"):
+            count = torch.zeros((), device=device, dtype=torch.long) if self.track_running_stats else None
+            self.register_buffer(name, count)
+        for name in ("running_mean", "running_var"):
+            buffer = getattr(self, name)
+            if buffer is not None:
+                setattr(self, name, buffer.to(dtype))
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        for name, fill in (("observed_mean", 0), ("observed_var", 1), ("values_tracked", 0), ("skipped_batches", 0)):
+            buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
+            if buffer is not None:
+                buffer.fill_(fill)
+
+    def set_inference(self, mode: Inference) -> None:
+        """Choose what `eval()` normalizes with: "population", "batch" or "example"."""
+        self.check_inference(mode)
+        self.inference = mode
+
+    def check_inference(self, mode: str) -> None:
+        if mode not in self.inference_modes:
+            choices = ", ".join(repr(choice) for choice in self.inference_modes)
+            raise ValueError(f"inference of {type(self).__name__} must be one of {choices}, got {mode!r}")
+        if mode == "example":
+            if self.statistics_batch_size is None:
+                raise ValueError(
+                    "inference='example' needs the statistics batch of training: got statistics_batch_size=None; "
+                    "give statistics_batch_size=m to the layer"
+                )
+            if not self.track_running_stats:
+                raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
+
+    def _forward(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        self._check_input_dim(x)
+        check_input(x, self.statistics_batch_size)
+        if self.training and not self.frozen:
+            return self._forward_train(x, previous)
+        if not self.track_running_stats or self.inference == "batch":
+            return self._forward_batch(x, previous)
+        if self.inference == "example":
+            return self._forward_example(x, previous)
+        return self._forward_population(x)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self.input_dims:
+            ranks = " or ".join(f"{rank}D" for rank in self.input_dims)
+            raise ValueError(f"x must be {ranks} for {type(self).__name__}, got shape {tuple(input.shape)}")
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"x must have num_features = {self.num_features} channels, got {input.shape[1]} "
+                f"in shape {tuple(input.shape)}"
+            )
+
+    def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
+        """The prior, (rows, C) or (1, C), and the gain; none here."""
+        return None, None
+
+    def _forward_train(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        prior, gain = self._predict(previous, self._groups(x))
+        if prior is None:
+            check_enough_values(x, self.statistics_batch_size)
+        y, posterior, observation = self._normalize(x, prior, gain)
+        if self.track_running_stats and not recomputing():
+            with torch.no_grad():
+                self._track(posterior, observation, x)
+        return y, posterior
+
+    def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
+        size = self.statistics_batch_size
+        return normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
+
+    def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
+        dtype = statistics_dtype(x)
+        mean, var, weight, bias = (
+            None if t is None else t.to(dtype) for t in (self.running_mean, self.running_var, self.weight, self.bias)
+        )
+        assert mean is not None and var is not None
+        y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
+
+    def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        prior, gain = self._predict(previous, self._groups(x))
+        if prior is None and not torch.compiler.is_compiling():
+            check_enough_values(x, self.statistics_batch_size)
+        size = group_size(x.shape[0], self.statistics_batch_size)
+        return self._apply_posterior(x, plain.observe_groups(x, size), prior, gain, size)
+
+    def _forward_example(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        self.check_inference("example")
+        prior, gain = self._predict(previous, x.shape[0])
+        return self._apply_posterior(x, self._virtual_group(plain.observe_examples(x)), prior, gain, 1)
+
+    def _apply_posterior(
+        self, x: Tensor, observation: Moments, prior: Moments | None, gain: Tensor | None, size: int
+    ) -> tuple[Tensor, Moments]:
+        posterior = observation
+        if prior is not None and gain is not None:
+            posterior = kalman.update(prior.to(observation.mean.dtype), observation, gain.to(observation.mean.dtype))
+        return plain.apply(x, posterior, self.weight, self.bias, size, self.eps), posterior
+
+    def _virtual_group(self, example: Moments) -> Moments:
+        """This example, with weight 1/m, among m - 1 average ones."""
+        assert self.observed_mean is not None and self.observed_var is not None
+        assert self.statistics_batch_size is not None
+        average = Moments(self.observed_mean, self.observed_var).to(example.mean.dtype)
+        a = 1 / self.statistics_batch_size
+        mean = a * example.mean + (1 - a) * average.mean
+        var = a * (example.var + (example.mean - mean).square()) + (1 - a) * (
+            average.var + (average.mean - mean).square()
+        )
+        return Moments(mean, var)
+
+    def _groups(self, x: Tensor) -> int:
+        size = group_size(x.shape[0], self.statistics_batch_size)
+        return (x.shape[0] + size - 1) // size
+
+    def _track(self, posterior: Moments, observation: Moments, x: Tensor) -> None:
+        """Move every buffer by one step, or none where a statistic is not finite; no value leaves the device."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.values_tracked is not None and self.num_batches_tracked is not None
+        assert self.skipped_batches is not None
+        examples, size = x.shape[0], group_size(x.shape[0], self.statistics_batch_size)
+        values = x.numel() // x.shape[1]
+        population = self._pool(posterior, examples, size)
+        seen = pool_batch(observation, examples, size, total_variance=True)
+        finite = torch.isfinite(population.mean + population.var + seen.mean + seen.var).all()
+        total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
+        cumulative = values / total.to(self.running_mean.dtype)
+        alpha = cumulative if self.momentum is None else self.momentum
+
+        def store(mean: Tensor, var: Tensor, new: Moments) -> None:
+            mean.copy_(torch.where(finite, new.mean.to(mean.dtype), mean))
+            var.copy_(torch.where(finite, new.var.to(var.dtype), var))
+
+        store(self.running_mean, self.running_var, self._moved(population, alpha))
+        if self.observed_mean is not None and self.observed_var is not None:
+            alpha = cumulative if self.momentum is None else self.observation_momentum
+            new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
+            store(self.observed_mean, self.observed_var, new)
+        self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))
+        self.num_batches_tracked.add_(finite)
+        self.skipped_batches.add_(~finite)
+        if finite.device.type == "cpu" and not torch.compiler.is_compiling() and type(finite) is Tensor and not finite:
+            self._warn_skipped()
+
+    def _pool(self, posterior: Moments, examples: int, size: int) -> Moments:
+        return pool_batch(posterior, examples, size, total_variance=self.total_variance)
+
+    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
+        assert self.running_mean is not None and self.running_var is not None
+        return moved(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
+
+    def skipped(self) -> int:
+        """Batches whose statistics were NaN or Inf; warns, once per layer, if there were any. Waits for the device."""
+        count = self.skipped_batches
+        if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
+            return 0
+        skipped = int(count)
+        if skipped:
+            self._warn_skipped()
+        return skipped
+
+    def _warn_skipped(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
+
+    def train(self, mode: bool = True) -> GroupedNorm:
+        if self.training and not mode:
+            self.skipped()
+        super().train(mode)
+        return self
+
+    def release(self) -> None:
+        """Let go of the posterior, and with it of the graph it carries."""
+        self._posterior = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_posterior": None}
+
+    def _float32_tensors(self) -> list[Tensor | None]:
+        """What stays float32 in a half-precision model: every buffer."""
+        return list(self._buffers.values())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedNorm:
+        kept = [t for t in self._float32_tensors() if t is not None]
+        kept += [t.grad for t in kept if t.grad is not None]
+        identities = {id(t) for t in kept}
+
+        def keep_float32(t: Tensor) -> Tensor:
+            out = fn(t)
+            if id(t) in identities and out.dtype in (torch.float16, torch.bfloat16):
+                return t.to(out.device)  # from t, not from out: rounding must not pass through half precision
+            return out
+
+        # One level is enough for what this class owns; a transition keeps its own tensors by the same rule.
+        super()._apply(keep_float32, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.skipped()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._fill_from_batchnorm(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _fill_from_batchnorm(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """A BatchNorm's checkpoint lacks what only this class has: the observation starts from its statistics."""
+        batchnorm = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+        mine = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        mine = {name: t for name, t in mine.items() if name not in batchnorm}
+        if any(prefix + name in state_dict for name in mine):
+            return
+        if not any(prefix + name in state_dict for name in batchnorm):
+            return
+        for name, current in mine.items():
+            source = {"observed_mean": "running_mean", "observed_var": "running_var"}.get(name)
+            if source is None:
+                fill = torch.zeros_like(current) if name in ("values_tracked", "skipped_batches") else current.detach()
+            elif prefix + source in state_dict:
+                fill = state_dict[prefix + source]
+            else:
+                continue
+            state_dict[prefix + name] = fill
+
+    def extra_repr(self) -> str:
+        parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]
+        parts += self._repr_parts()
+        parts += [f"inference={self.inference!r}", f"eps={self.eps}", f"momentum={self.momentum}"]
+        parts += [f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)]
+        return ", ".join(parts + (["frozen"] if self.frozen else []))
+
+    def _repr_parts(self) -> list[str]:
+        return []

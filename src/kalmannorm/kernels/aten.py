@@ -1,0 +1,174 @@
+"""The op in PyTorch's own operations: any device, any layout, all groups in one pass.
+
+    forward    observe per example -> merge per group -> update -> y = γ (x - mean) ρ + β,  ρ = (var + eps)^-½
+    backward   S0 = Σ g, S1 = ρ Σ g (x - mean)  ->  update_backward  ->  dx = γρ g + 2 dS (x - x̄)/M + dx̄/M
+
+x is looked at as rows, one per example: (N, C, L) or, for channels_last, (N, L, C), both without a copy. On the CPU
+a contiguous (N, C, L) is also a batch of one example with N·C channels, on which PyTorch's native batch-norm
+kernels reduce and apply in single vectorised passes with double accumulators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm import filter as kalman
+from kalmannorm.groups import expand_groups, group_size, group_sizes, merge_examples, statistics_dtype, sum_groups
+from kalmannorm.moments import Moments
+
+
+class Rows:
+    """x (N, C, *) seen as rows of L positions per example; `axis` is where the positions lie."""
+
+    def __init__(self, x: Tensor) -> None:
+        examples, channels = x.shape[:2]
+        self.channels_last = not x.is_contiguous()
+        if self.channels_last:
+            self.values = x.movedim(1, -1).reshape(examples, -1, channels)
+        else:
+            self.values = x.reshape(examples, channels, -1)
+        self.axis = 1 if self.channels_last else 2
+        self.positions = self.values.shape[self.axis]
+        self.native = x.device.type == "cpu" and not self.channels_last
+
+    def spread(self, rows_NC: Tensor) -> Tensor:
+        """(N, C) shaped to broadcast over the positions."""
+        return rows_NC.unsqueeze(self.axis)
+
+    def restore(self, values: Tensor, x: Tensor) -> Tensor:
+        """Values in this view back in the shape and memory format of x."""
+        if self.channels_last:
+            return values.view(x.movedim(1, -1).shape).movedim(-1, 1)
+        return values.view(x.shape)
+
+    def flat(self) -> Tensor:
+        return self.values.view(1, -1, self.positions)
+
+
+
+def observe(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each example and channel, (N, C)."""
+    dtype = statistics_dtype(x)
+    if rows.native:
+        # The dummy running buffers choose the dtype of the result: float32 for half-precision input.
+        dummy = torch.zeros(x.shape[0] * x.shape[1], dtype=dtype)
+        mean, var = torch.batch_norm_update_stats(rows.flat(), dummy, dummy.clone(), 0.0)
+        return mean.view(x.shape[:2]), var.view(x.shape[:2])
+    mean = rows.values.mean(rows.axis, dtype=dtype)
+    return mean, (rows.values.to(dtype) - rows.spread(mean)).square_().mean(rows.axis)
+
+
+def forward(
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, posterior mean and variance, observed mean and variance, the last four (G, C)."""
+    rows = Rows(x)
+    examples, channels = x.shape[:2]
+    size = group_size(examples, statistics_batch_size)
+    observation = merge_examples(*observe(x, rows), size)
+    posterior = observation
+    if prior_mean is not None and prior_var is not None and gain is not None:
+        posterior = kalman.update(Moments(prior_mean, prior_var), observation, gain)
+    y = apply(x, rows, posterior, weight, bias, size, eps)
+    # An op may not return one tensor twice.
+    if posterior is observation:
+        posterior = Moments(observation.mean.clone(), observation.var.clone())
+    return y, posterior.mean, posterior.var, observation.mean, observation.var
+
+
+def apply(
+    x: Tensor, rows: Rows, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float
+) -> Tensor:
+    """y = γ (x - mean) / sqrt(var + eps) + β with each group's moments; γ, β are (C,) or (G, C)."""
+    examples, channels = x.shape[:2]
+    dtype = moments.mean.dtype
+
+    def rows_of(t: Tensor | None, default: float) -> Tensor:
+        if t is None:
+            return torch.full((examples, channels), default, dtype=dtype, device=x.device)
+        t = t.to(dtype)
+        return expand_groups(t.unsqueeze(0) if t.dim() == 1 else t, examples, size)
+
+    mean = expand_groups(moments.mean, examples, size)
+    var = expand_groups(moments.var, examples, size)
+    gamma, beta = rows_of(weight, 1.0), rows_of(bias, 0.0)
+    if rows.native:
+        flat = (t.reshape(-1) for t in (gamma, beta, mean, var))
+        y = torch.native_batch_norm(rows.flat(), *flat, False, 0.0, eps)[0]
+    else:
+        scale = gamma * torch.rsqrt(var + eps)
+        y = (rows.values - rows.spread(mean)).mul_(rows.spread(scale)).add_(rows.spread(beta)).to(x.dtype)
+    return rows.restore(y.view(rows.values.shape), x)
+
+
+def backward(
+    grad_y: Tensor,
+    grad_posterior: Moments,
+    grad_observation: Moments,
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    posterior: Moments,
+    observation: Moments,
+    statistics_batch_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, and per group (G, C), not yet summed: at prior mean and variance, gain, weight and bias."""
+    rows = Rows(x)
+    examples, channels = x.shape[:2]
+    size = group_size(examples, statistics_batch_size)
+    grad_rows = Rows(grad_y)
+    rho = torch.rsqrt(posterior.var + eps)
+    sum_g, sum_gx = (
+        sum_groups(part, size)
+        for part in reduce_gradient(rows, grad_rows, expand_groups(posterior.mean, examples, size))
+    )
+    sum_gx = sum_gx * rho
+
+    scale = rho if weight is None else weight.to(rho.dtype) * rho
+    at_posterior = Moments(
+        grad_posterior.mean - scale * sum_g,
+        grad_posterior.var - 0.5 * scale * rho * sum_gx,
+    )
+    if prior_mean is not None and prior_var is not None and gain is not None:
+        prior = Moments(prior_mean, prior_var)
+        at_prior, at_observation, at_gain = kalman.update_backward(prior, observation, gain, at_posterior)
+    else:
+        at_observation = at_posterior
+        at_prior = Moments(torch.zeros_like(sum_g), torch.zeros_like(sum_g))
+        at_gain = torch.zeros_like(sum_g)
+
+    count = group_sizes(examples, size, rho) * rows.positions
+    slope = 2 * (at_observation.var + grad_observation.var) / count
+    constant = (at_observation.mean + grad_observation.mean) / count
+    a, b, centre, c = (
+        rows.spread(expand_groups(t, examples, size)) for t in (scale, slope, observation.mean, constant)
+    )
+    # b (x - x̄), not b x - b x̄: the expanded form cancels where |x̄| ≫ σ.
+    dx = (rows.values - centre).mul_(b).addcmul_(grad_rows.values.to(rho.dtype), a).add_(c).to(x.dtype)
+    return rows.restore(dx, x), at_prior.mean, at_prior.var, at_gain, sum_gx, sum_g
+
+
+def reduce_gradient(rows: Rows, grad_rows: Rows, mean_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ g and Σ g (x - mean) of each example and channel, (N, C)."""
+    if rows.native and grad_rows.native:
+        mean, ones = mean_NC.reshape(-1), torch.ones(mean_NC.numel(), dtype=mean_NC.dtype)
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            grad_rows.flat(), rows.flat(), ones, mean, ones, mean, ones, True, 0.0, [False, True, True]
+        )
+        return total.view(mean_NC.shape), dot.view(mean_NC.shape)
+    centred = rows.values - rows.spread(mean_NC)
+    return (
+        grad_rows.values.sum(grad_rows.axis, dtype=mean_NC.dtype),
+        centred.mul_(grad_rows.values).sum(rows.axis),
+    )

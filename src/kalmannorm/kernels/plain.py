@@ -1,0 +1,83 @@
+"""The op in plain, differentiable operations that every exporter knows: inference, and the full covariance.
+
+No custom op and no branch on the batch size, so what `torch.export` or ONNX sees holds no trace of this library and
+keeps a dynamic batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm import filter as kalman
+from kalmannorm.groups import expand_groups, group_size, merge_examples, statistics_dtype
+from kalmannorm.moments import Moments
+
+
+def observe_examples(x: Tensor) -> Moments:
+    """Mean and biased variance of each example by itself, (N, C), in float32 or better."""
+    values = x.to(statistics_dtype(x)).flatten(2) if x.dim() > 2 else x.to(statistics_dtype(x)).unsqueeze(2)
+    mean = values.mean(2)
+    return Moments(mean, (values - mean.unsqueeze(2)).square().mean(2))
+
+
+def observe_groups(x: Tensor, size: int) -> Moments:
+    return merge_examples(*observe_examples(x)[:2], size)
+
+
+def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float) -> Tensor:
+    """y = γ (x - mean) / sqrt(var + eps) + β; `size` neighbours share a row of the moments; γ, β are (C,) or (G, C)."""
+    dtype = moments.mean.dtype
+    scale = torch.rsqrt(moments.var + eps)
+    if weight is not None:
+        scale = scale * weight.to(dtype)
+
+    def spread(rows: Tensor) -> Tensor:
+        rows_NC = expand_groups(rows, x.shape[0], size)
+        return rows_NC.reshape(rows_NC.shape + (1,) * (x.dim() - 2))
+
+    y = (x.to(dtype) - spread(moments.mean)) * spread(scale)
+    if bias is not None:
+        y = y + spread(bias.to(dtype).reshape(-1, x.shape[1]))
+    return y.to(x.dtype)
+
+
+def observe_covariances(x: Tensor, size: int) -> Moments:
+    """Moments of each group with their (G, C, C) covariances: full groups in one product, then a ragged last one."""
+    N, C = x.shape[:2]
+    full = N - N % size
+    means, covs = [], []
+    for part, groups in ((x[:full], full // size), (x[full:], 1)):
+        if part.shape[0] == 0:
+            continue
+        values = part.to(statistics_dtype(x)).movedim(1, -1).reshape(groups, -1, C)
+        mean = values.mean(1)
+        centred = values - mean.unsqueeze(1)
+        means.append(mean)
+        covs.append(centred.transpose(1, 2) @ centred / values.shape[1])
+    cov = torch.cat(covs)
+    return Moments(torch.cat(means), cov.diagonal(dim1=-2, dim2=-1), cov)
+
+
+def normalize_full(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+) -> tuple[Tensor, Moments, Moments]:
+    """Output, posterior and observation with covariances; normalizes by their diagonal."""
+    size = group_size(x.shape[0], statistics_batch_size)
+    # Under autocast the products would run in half precision, and the covariances with them.
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        observation = observe_covariances(x, size)
+        posterior = observation
+        if prior is not None and gain is not None:
+            dtype = statistics_dtype(x)
+            if prior.cov is None:
+                prior = prior._replace(cov=torch.diag_embed(prior.var))
+            posterior = kalman.update(prior.to(dtype), observation, gain.to(dtype))
+    return apply(x, posterior, weight, bias, size, eps), posterior, observation

@@ -1,0 +1,63 @@
+"""The op, naively: a Python loop over groups, written as the equations stand. The ground truth of every test.
+
+Slow on purpose and differentiable by plain autograd, any number of times. It shares no code with the fast paths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def batch_kalman_norm(
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, posterior mean and variance, observed mean and variance; arguments as in `functional`."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    N, C = x.shape[:2]
+    m = statistics_batch_size or N
+    shape = (1, C) + (1,) * (x.dim() - 2)
+    over = [0, *range(2, x.dim())]
+    outputs, means, variances, seen_means, seen_variances = [], [], [], [], []
+    for group, start in enumerate(range(0, N, m)):
+
+        def row(t: Tensor | None, group: int = group) -> Tensor | None:
+            """This group's row of (C,), (1, C) or (G, C)."""
+            if t is None or t.dim() < 2:
+                return t
+            return t[group if t.shape[0] > 1 else 0]
+
+        values = x[start : start + m].to(dtype)
+        seen_mean = values.mean(over)
+        seen_var = (values - seen_mean.view(shape)).square().mean(over)
+        mean, var = seen_mean, seen_var
+        predicted_mean, predicted_var, q = row(prior_mean), row(prior_var), row(gain)
+        if predicted_mean is not None and predicted_var is not None and q is not None:
+            p = 1 - q
+            mean = p * predicted_mean + q * seen_mean
+            var = p * predicted_var + q * seen_var + p * q * (seen_mean - predicted_mean) ** 2
+        y = (values - mean.view(shape)) / torch.sqrt(var.view(shape) + eps)
+        scale, shift = row(weight), row(bias)
+        if scale is not None:
+            y = y * scale.to(dtype).view(shape)
+        if shift is not None:
+            y = y + shift.to(dtype).view(shape)
+        outputs.append(y.to(x.dtype))
+        for store, value in zip(
+            (means, variances, seen_means, seen_variances), (mean, var, seen_mean, seen_var), strict=True
+        ):
+            store.append(value)
+    return (
+        torch.cat(outputs),
+        torch.stack(means),
+        torch.stack(variances),
+        torch.stack(seen_means),
+        torch.stack(seen_variances),
+    )

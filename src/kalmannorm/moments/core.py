@@ -1,0 +1,76 @@
+"""Moments: what the filter believes about a layer, one row per group and one column per channel.
+
+Rows (G) are statistics batches: 1 row is a belief that holds for every group; in `example` inference each
+example is a row of its own. Values are float32 whatever the activations are (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Mean and variance of each channel, (G, C); `cov` (G, C, C) only where the full covariance is kept.
+
+    `var` is always there and is the diagonal of `cov`. A named tuple, so that it passes through
+    `torch.compile`, checkpointing, DDP and pytrees as any tuple of tensors does.
+    """
+
+    mean: Tensor
+    var: Tensor
+    cov: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.mean.shape[0]
+
+    @property
+    def channels(self) -> int:
+        return self.mean.shape[-1]
+
+    def detach(self) -> Moments:
+        return Moments(self.mean.detach(), self.var.detach(), None if self.cov is None else self.cov.detach())
+
+    def to(self, *args: torch.device | torch.dtype | str) -> Moments:
+        """As `Tensor.to`, for each part."""
+        return Moments(*(None if part is None else part.to(*args) for part in self))  # type: ignore[arg-type]
+
+    def pooled(self, share: Tensor | None = None) -> Moments:
+        """One row (1, C): the moments of all groups' values together, by the law of total variance.
+
+        The variance is the average variance *plus* the variance of the means. `share` (G,) weights the groups
+        and sums to 1; without it they count alike.
+        """
+        groups = self.mean.shape[0]
+        if groups == 1:
+            return self
+        if share is None:
+            share = self.mean.new_full((groups,), 1 / groups)
+        column = share.to(self.mean.dtype).unsqueeze(1)
+        mean = (column * self.mean).sum(0, keepdim=True)
+        spread = self.mean - mean
+        var = (column * (self.var + spread * spread)).sum(0, keepdim=True)
+        if self.cov is None:
+            return Moments(mean, var)
+        outer = spread.unsqueeze(2) * spread.unsqueeze(1)
+        return Moments(mean, var, (column.unsqueeze(2) * (self.cov + outer)).sum(0, keepdim=True))
+
+
+def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = None) -> Moments:
+    """What a norm's output is believed to be, whatever the batch: N(bias, weight²) per channel, one row.
+
+    A missing `weight` is 1 and a missing `bias` is 0; `channels` is needed where both are missing.
+    """
+    given = weight if weight is not None else bias
+    if given is None:
+        if channels is None:
+            raise ValueError("belief: give `channels` where both weight and bias are None")
+        mean = torch.zeros(1, channels)
+        return Moments(mean, torch.ones_like(mean))
+    dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
+    mean = torch.zeros_like(given, dtype=dtype) if bias is None else bias.to(dtype)
+    var = torch.ones_like(given, dtype=dtype) if weight is None else weight.to(dtype).square()
+    return Moments(mean.unsqueeze(0), var.unsqueeze(0))

@@ -1,0 +1,199 @@
+"""Which taps of a convolution lie inside the image: the geometry behind `convolution`.
+
+Along one axis, output position o meets input position i through tap t where
+
+    ordinary     o stride - padding + t dilation = i
+    transposed   o + padding - t dilation        = i stride
+
+and tap t is inside at o where such an i exists with 0 <= i < size. Both are one rule, o a + b + t e = i q.
+Positions that see the same taps are of one *kind*: a 3-tap axis padded by 1 has three (first, middle, last), an axis
+transposed with stride 2 has two in its interior, taking turns. A kind is its row of taps (0/1) and the share of positions
+it holds; several axes multiply.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Size = int | Sequence[int]
+
+
+class Axis(NamedTuple):
+    """One spatial axis of a convolution. `size` is the input's; None stands for an image without edges."""
+
+    kernel: int
+    size: int | None
+    stride: int
+    before: int
+    after: int
+    dilation: int
+    transposed: bool
+    output_padding: int
+
+    @property
+    def span(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def outputs(self) -> int:
+        """How many positions come out of `size`."""
+        assert self.size is not None
+        if self.transposed:
+            return (self.size - 1) * self.stride - self.before - self.after + self.span + self.output_padding
+        return (self.size + self.before + self.after - self.span) // self.stride + 1
+
+
+def _per_axis(name: str, value: Size, dims: int, least: int) -> tuple[int, ...]:
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) != dims or any(not isinstance(each, int) for each in values):
+        raise ValueError(f"convolution: `{name}` must be one int or {dims} (one for each axis), got {value!r}")
+    if any(each < least for each in values):
+        raise ValueError(f"convolution: `{name}` must be at least {least}, got {value!r}")
+    return values
+
+
+def axes_of(
+    kernel_size: Size,
+    input_size: Size | None,
+    *,
+    stride: Size,
+    padding: Size | str,
+    dilation: Size,
+    transposed: bool,
+    output_padding: Size,
+) -> tuple[Axis, ...]:
+    """The axes of a convolution, from its options as `torch.nn.Conv2d` takes them, checked."""
+    dims = 1 if isinstance(kernel_size, int) else len(kernel_size)
+    kernels = _per_axis("kernel_size", kernel_size, dims, 1)
+    strides = _per_axis("stride", stride, dims, 1)
+    dilations = _per_axis("dilation", dilation, dims, 1)
+    extras = _per_axis("output_padding", output_padding, dims, 0)
+    if any(extras) and not transposed:
+        raise ValueError(f"convolution: `output_padding` is for transposed=True, got {output_padding!r} without it")
+    if any(extra >= max(s, d) for extra, s, d in zip(extras, strides, dilations, strict=True)):
+        raise ValueError(
+            f"convolution: `output_padding` must be smaller than stride or dilation, got {output_padding!r} "
+            f"with stride {stride!r} and dilation {dilation!r}"
+        )
+    sizes: tuple[int | None, ...] = (None,) * dims
+    if input_size is not None:
+        given = (input_size,) if isinstance(input_size, int) else tuple(input_size)
+        if len(given) != dims:
+            raise ValueError(
+                f"convolution: `input_size` must hold the {dims} spatial sizes of the input "
+                f"(without batch and channels), got {input_size!r}"
+            )
+        sizes = _per_axis("input_size", given, dims, 1)
+
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"convolution: `padding` must be 'same', 'valid' or ints, got {padding!r}")
+        if transposed:
+            raise ValueError(f"convolution: a transposed convolution takes `padding` as ints, got {padding!r}")
+        if padding == "same" and any(s != 1 for s in strides):
+            raise ValueError(f"convolution: padding='same' needs stride 1, got {stride!r}")
+        around = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernels, dilations, strict=True)]
+        befores = tuple(total // 2 for total in around)  # an odd one goes after, as in torch
+        afters = tuple(total - total // 2 for total in around)
+    else:
+        befores = afters = _per_axis("padding", padding, dims, 0)
+
+    axes = tuple(
+        Axis(k, n, s, b, a, d, transposed, extra)
+        for k, n, s, b, a, d, extra in zip(kernels, sizes, strides, befores, afters, dilations, extras, strict=True)
+    )
+    if any(axis.size is not None and axis.outputs < 1 for axis in axes):
+        raise ValueError(
+            f"convolution: `input_size` {input_size!r} leaves no output with kernel_size {kernels}, padding "
+            f"{padding!r} and dilation {dilation!r}; give the size of the map that enters this layer"
+        )
+    return axes
+
+
+def output_size(
+    input_size: Size,
+    kernel_size: Size,
+    *,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    transposed: bool = False,
+    output_padding: Size = 0,
+) -> tuple[int, ...]:
+    """The spatial size after a convolution (or, the arguments being the same, a pooling) of `input_size`."""
+    if isinstance(kernel_size, int) and not isinstance(input_size, int):
+        kernel_size = (kernel_size,) * len(input_size)
+    axes = axes_of(
+        kernel_size,
+        input_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        transposed=transposed,
+        output_padding=output_padding,
+    )
+    return tuple(axis.outputs for axis in axes)
+
+
+@cache
+def kinds(axis: Axis) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+    """The rows of taps of each kind of position, and the share of positions of each kind.
+
+    Positions whose whole window lies within the image repeat with the stride of a transposed convolution (period 1
+    otherwise), so only they are counted rather than visited: a long signal costs no more than a short one.
+    """
+    if axis.transposed:
+        a, b, e, q = 1, axis.before, -axis.dilation, axis.stride
+    else:
+        a, b, e, q = axis.stride, -axis.before, axis.dilation, 1
+    low, high = b + min(0, (axis.kernel - 1) * e), b + max(0, (axis.kernel - 1) * e)
+
+    if axis.size is None:
+        first, last, outputs = 0, q - 1, q
+    else:
+        outputs = axis.outputs
+        first = min(max(-(low // a), 0), outputs)
+        last = min((axis.size - 1) * q - high, (outputs - 1) * a) // a
+
+    def row(position: int) -> tuple[float, ...]:
+        met = (divmod(position * a + b + tap * e, q) for tap in range(axis.kernel))
+        return tuple(float(rest == 0 and (axis.size is None or 0 <= i < axis.size)) for i, rest in met)
+
+    count: Counter[tuple[float, ...]] = Counter()
+    for position in (*range(0, first), *range(max(first, last + 1), outputs)):
+        count[row(position)] += 1
+    for position in range(first, min(first + q, last + 1)):
+        count[row(position)] += (last - position) // q + 1
+    assert count.total() == outputs
+    return tuple(count), tuple(number / outputs for number in count.values())
+
+
+_tensors: dict[tuple[tuple[Axis, ...], torch.dtype, torch.device], tuple[Tensor, ...]] = {}
+
+
+# Under torch.compile the tensors become constants of the graph, on the right device; without the cache every step would
+# copy them there from the host, which also no CUDA graph allows.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """For each axis its rows of taps (kinds, kernel); then the shares of all kinds, (kinds of axis 1, axis 2, ...)."""
+    # A mode that makes fake tensors (export, shape propagation) must neither fill the cache nor be served from it.
+    faked = type(torch.empty(0)) is not Tensor
+    key = (axes, dtype, device)
+    if not faked and key in _tensors:
+        return _tensors[key]
+    # An inference tensor in the cache would break the next training step.
+    with torch.inference_mode(False), torch.no_grad():
+        rows = [torch.tensor(kinds(axis)[0], dtype=dtype, device=device) for axis in axes]
+        shares = torch.ones((), dtype=dtype, device=device)
+        for axis in axes:
+            shares = shares.unsqueeze(-1) * torch.tensor(kinds(axis)[1], dtype=dtype, device=device)
+    built = (*rows, shares)
+    if not faked:
+        _tensors[key] = built
+    return built

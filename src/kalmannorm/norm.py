@@ -1,0 +1,252 @@
+"""Batch Kalman Normalization (Wang et al., "Batch Kalman Normalization: Towards Training Deep Neural Networks with
+Micro-Batches"): predict a layer's statistics from the layer before, update them with the mini-batch.
+
+    prior       mean_p = A mean_prev               var_p = (A∘A) var_prev + r
+    posterior   mean = p mean_p + q x̄              var = p var_p + q S + p q (x̄ - mean_p)²
+    output      y = γ (x - mean) / sqrt(var + eps) + β
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm.grouped import GroupedNorm, Inference
+from kalmannorm.kernels import plain
+from kalmannorm.moments import Moments
+from kalmannorm.transition import TRANSITIONS, LearnedTransition
+
+Transition = Literal["learned", "identity", "weights"]
+Covariance = Literal["diagonal", "full"]
+
+
+class BatchKalmanNorm(GroupedNorm):
+    """Batch norm whose statistics are a prior from the layer before, fused with what the batch shows.
+
+    Use `BatchKalmanNorm1d`, `2d` or `3d`. Without `prior_features`, or without `previous` in a call, it is batch norm
+    on groups of `statistics_batch_size` examples.
+
+    Args:
+        num_features: channels C of x.
+        prior_features: channels P of the layer before; None for a layer that has none, which then learns no A, q, r.
+        statistics_batch_size: m, how many neighbouring examples share their statistics; None takes the whole batch.
+        transition: "learned" maps `previous` by A and r; "identity" and "weights" take it as the prior itself
+            (so P = C), "weights" being a belief propagated through the layers between with `kalmannorm.moments`.
+        gain: q at the start, in (0, 1): the trust in the observation. Learned, and kept inside by a sigmoid.
+        per_channel_gain: one q per channel instead of one per layer.
+        rank: low rank of A; None is dense.
+        noise: the Parameter r that layers share; None makes one of this layer's own, starting at 1.
+        covariance: "full" carries (G, C, C) covariances; normalization still uses their diagonal.
+        inference: what `eval()` normalizes with, see `set_inference`.
+        total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
+            False is the plain moving average of the paper's Algorithm 1.
+        momentum: α of the running statistics; None weights all values seen alike.
+        observation_momentum: α of the observed statistics that `example` inference needs.
+        eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
+            are float32 (float64 for float64) whatever `dtype` and `.half()` say.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        *,
+        statistics_batch_size: int | None = None,
+        transition: Transition = "learned",
+        gain: float = 0.5,
+        per_channel_gain: bool = False,
+        rank: int | None = None,
+        covariance: Covariance = "diagonal",
+        inference: Inference = "population",
+        total_variance: bool = True,
+        noise: nn.Parameter | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        observation_momentum: float = 0.02,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if covariance not in ("diagonal", "full"):
+            raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}")
+        self.covariance: Covariance = covariance
+        super().__init__(
+            num_features,
+            statistics_batch_size=statistics_batch_size,
+            inference=inference,
+            total_variance=total_variance,
+            eps=eps,
+            momentum=momentum,
+            observation_momentum=observation_momentum,
+            affine=affine,
+            track_running_stats=track_running_stats,
+            device=device,
+            dtype=dtype,
+        )
+        self._check_options(prior_features, transition, gain, per_channel_gain, rank, noise)
+        self.prior_features = prior_features
+        self.initial_gain = gain
+        self.transition_kind: Transition = transition
+        self.transition: LearnedTransition | None = None
+        self.gain_logit: nn.Parameter | None = None
+        if prior_features is None:
+            return
+        filter_dtype = self.filter_dtype(dtype)
+        shape = (num_features,) if per_channel_gain else ()
+        self.gain_logit = nn.Parameter(torch.empty(shape, device=device, dtype=filter_dtype))
+        self._reset_gain()
+        if transition == "learned":
+            self.transition = LearnedTransition(
+                num_features, prior_features, rank=rank, noise=noise, device=device, dtype=filter_dtype
+            )
+
+    def _check_options(
+        self,
+        prior_features: int | None,
+        transition: str,
+        gain: float,
+        per_channel_gain: bool,
+        rank: int | None,
+        noise: nn.Parameter | None,
+    ) -> None:
+        if transition not in TRANSITIONS:
+            raise ValueError(f"transition must be one of {', '.join(map(repr, TRANSITIONS))}, got {transition!r}")
+        if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain < 1:
+            raise ValueError(f"gain must be a number inside (0, 1), got {gain!r}")
+        if prior_features is not None and (not isinstance(prior_features, int) or prior_features < 1):
+            raise ValueError(f"prior_features must be a positive int or None, got {prior_features!r}")
+        if transition != "learned" and prior_features not in (None, self.num_features):
+            raise ValueError(
+                f"prior_features must equal num_features = {self.num_features} with transition={transition!r}, "
+                f"which takes `previous` as the prior itself; got {prior_features}"
+            )
+        if rank is not None and (not isinstance(rank, int) or rank < 1):
+            raise ValueError(f"rank must be a positive int or None, got {rank!r}")
+        if per_channel_gain and self.covariance == "full":
+            raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
+        if noise is not None:
+            if not isinstance(noise, nn.Parameter):
+                raise TypeError(f"noise must be a torch.nn.Parameter that layers share, got {type(noise).__name__}")
+            if noise.shape not in ((), (1,), (self.num_features,)):
+                given = tuple(noise.shape)
+                raise ValueError(f"noise must be one number or ({self.num_features},), got shape {given}")
+
+    def check_inference(self, mode: str) -> None:
+        super().check_inference(mode)
+        if mode == "example" and self.covariance == "full":
+            raise ValueError(
+                "inference='example' keeps no covariance of single examples; use covariance='diagonal', or 'batch' or "
+                "'population' inference, got covariance='full'"
+            )
+
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0, A = 0, r = 1 (for every layer that shares it), q and the running statistics at their start."""
+        super().reset_parameters()
+        if "gain_logit" in self._parameters:  # torch's own __init__ calls this before there is a filter
+            self._reset_gain()
+        transition = self._modules.get("transition")
+        if isinstance(transition, LearnedTransition):
+            transition.reset_parameters()
+
+    def _reset_gain(self) -> None:
+        if self.gain_logit is not None:
+            q = torch.tensor(self.initial_gain, dtype=torch.float64)
+            nn.init.constant_(self.gain_logit, float(torch.logit(q)))
+
+    @property
+    def gain(self) -> Tensor | None:
+        """q in (0, 1), () or (C,), with its gradient; None for a layer without a prior."""
+        return None if self.gain_logit is None else torch.sigmoid(self.gain_logit)
+
+    @property
+    def posterior(self) -> Moments | None:
+        """The posterior of the last forward, with its gradient, until the next forward or `release()`.
+
+        It is never copied, pickled or saved.
+        """
+        return self._posterior
+
+    @overload
+    def forward(self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[False] = ...) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[True]
+    ) -> tuple[Tensor, Moments]: ...
+
+    def forward(
+        self, x: Tensor, previous: Moments | None = None, *, return_posterior: bool = False
+    ) -> Tensor | tuple[Tensor, Moments]:
+        """Normalize x (N, C, *).
+
+        `previous` is the posterior of the layer before, (G, P) or (1, P), in `example` inference (N, P) or (1, P);
+        with another number of rows it is pooled to one. None: the observation alone.
+        """
+        y, posterior = self._forward(x, previous)
+        self._posterior = posterior
+        return (y, posterior) if return_posterior else y
+
+    def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
+        if previous is None:
+            return None, None
+        self._check_previous(previous)
+        if previous.mean.shape[0] not in (1, rows):
+            previous = previous.pooled()
+        full = self.covariance == "full"
+        prior = previous if self.transition is None else self.transition(previous, full)
+        return prior, self.gain
+
+    def _check_previous(self, previous: Moments) -> None:
+        if not isinstance(previous, tuple) or not hasattr(previous, "mean"):
+            raise TypeError(f"previous must be kalmannorm.Moments, got {type(previous).__name__}")
+        if self.prior_features is None:
+            raise ValueError(
+                "previous was given to a layer without prior_features; build it with prior_features="
+                f"{previous.mean.shape[-1]}, or call it without previous"
+            )
+        for part in ("mean", "var"):
+            shape = tuple(getattr(previous, part).shape)
+            if len(shape) != 2 or shape[1] != self.prior_features:
+                raise ValueError(
+                    f"previous.{part} must be (groups, prior_features) = (·, {self.prior_features}), got {shape}"
+                )
+
+    def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
+        if self.covariance == "diagonal":
+            return super()._normalize(x, prior, gain)
+        size = self.statistics_batch_size
+        return plain.normalize_full(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
+
+    def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        if self.covariance == "diagonal":
+            return super()._forward_batch(x, previous)
+        y, posterior, _ = self._normalize(x, *self._predict(previous, self._groups(x)))
+        return y, posterior
+
+    def _float32_tensors(self) -> list[Tensor | None]:
+        own = [*super()._float32_tensors(), self.gain_logit]
+        return own if self.transition is None else [*own, *self.transition.parameters()]
+
+    def _repr_parts(self) -> list[str]:
+        if self.prior_features is None:
+            return []
+        parts = [f"prior_features={self.prior_features}", f"transition={self.transition_kind!r}"]
+        return parts + (["covariance='full'"] if self.covariance == "full" else [])
+
+
+class BatchKalmanNorm1d(BatchKalmanNorm):
+    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C) or (N, C, L).\n\n{BatchKalmanNorm.__doc__}"
+    input_dims = (2, 3)
+
+
+class BatchKalmanNorm2d(BatchKalmanNorm):
+    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C, H, W).\n\n{BatchKalmanNorm.__doc__}"
+    input_dims = (4,)
+
+
+class BatchKalmanNorm3d(BatchKalmanNorm):
+    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C, D, H, W).\n\n{BatchKalmanNorm.__doc__}"
+    input_dims = (5,)
