@@ -36,6 +36,11 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def exporting() -> bool:
+    """Whether `torch.export` traces this forward; an exported program keeps no state of ours. (torch 2.6 cannot say.)"""
+    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
+
+
 class GroupedNorm(_NormBase):
     """Base of the norms here; see the subclasses. `input_dims` are the ranks of x it takes."""
 

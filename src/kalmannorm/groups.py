@@ -55,12 +55,23 @@ def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
     return moments_GC.unsqueeze(1).expand(groups, size, channels).reshape(groups * size, channels)[:examples]
 
 
-def merge_examples(mean_NC: Tensor, var_NC: Tensor, size: int) -> Moments:
+def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
+    """Mean of the rows of each group: (N, C) -> (G, C)."""
+    if size == 1:
+        return rows_NC
+    examples = rows_NC.shape[0]
+    # Relative to each group's first example, or the sum of m means would round where |mean| ≫ σ.
+    first = rows_NC[::size]
+    offset_NC = rows_NC - expand_groups(first, examples, size)
+    return first + sum_groups(offset_NC, size) / group_sizes(examples, size, rows_NC)
+
+
+def merge_examples(example: Moments, size: int) -> Moments:
     """Moments of each group from those of its examples: average variance plus variance of the means (Chan)."""
     if size == 1:
-        return Moments(mean_NC, var_NC)
-    examples = mean_NC.shape[0]
-    count_G1 = group_sizes(examples, size, mean_NC)
-    mean = sum_groups(mean_NC, size) / count_G1
-    spread_NC = mean_NC - expand_groups(mean, examples, size)
-    return Moments(mean, sum_groups(var_NC + spread_NC * spread_NC, size) / count_G1)
+        return example
+    examples = example.mean.shape[0]
+    mean = mean_groups(example.mean, size)
+    spread_NC = example.mean - expand_groups(mean, examples, size)
+    total = sum_groups(example.var + spread_NC * spread_NC, size)
+    return Moments(mean, total / group_sizes(examples, size, total))

@@ -8,18 +8,22 @@ Micro-Batches"): predict a layer's statistics from the layer before, update them
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.grouped import GroupedNorm, Inference
+from kalmannorm.grouped import GroupedNorm, Inference, exporting
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 from kalmannorm.transition import TRANSITIONS, LearnedTransition
 
 Transition = Literal["learned", "identity", "weights"]
 Covariance = Literal["diagonal", "full"]
+
+# A float32 sigmoid reaches 1 exactly; q must not, or a group of one value would have no variance at all.
+GAIN_MARGIN = 1e-6
 
 
 class BatchKalmanNorm(GroupedNorm):
@@ -153,13 +157,16 @@ class BatchKalmanNorm(GroupedNorm):
 
     def _reset_gain(self) -> None:
         if self.gain_logit is not None:
-            q = torch.tensor(self.initial_gain, dtype=torch.float64)
-            nn.init.constant_(self.gain_logit, float(torch.logit(q)))
+            share = (self.initial_gain - GAIN_MARGIN) / (1 - 2 * GAIN_MARGIN)
+            share = min(max(share, GAIN_MARGIN), 1 - GAIN_MARGIN)
+            nn.init.constant_(self.gain_logit, math.log(share / (1 - share)))
 
     @property
     def gain(self) -> Tensor | None:
         """q in (0, 1), () or (C,), with its gradient; None for a layer without a prior."""
-        return None if self.gain_logit is None else torch.sigmoid(self.gain_logit)
+        if self.gain_logit is None:
+            return None
+        return GAIN_MARGIN + (1 - 2 * GAIN_MARGIN) * torch.sigmoid(self.gain_logit)
 
     @property
     def posterior(self) -> Moments | None:
@@ -186,7 +193,8 @@ class BatchKalmanNorm(GroupedNorm):
         with another number of rows it is pooled to one. None: the observation alone.
         """
         y, posterior = self._forward(x, previous)
-        self._posterior = posterior
+        if not exporting():
+            self._posterior = posterior
         return (y, posterior) if return_posterior else y
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:

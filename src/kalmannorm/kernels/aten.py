@@ -1,11 +1,10 @@
 """The op in PyTorch's own operations: any device, any layout, all groups in one pass.
 
-    forward    observe per example -> merge per group -> update -> y = γ (x - mean) ρ + β,  ρ = (var + eps)^-½
+    forward    c = x - x̄  ->  S = mean c²  ->  update  ->  y = γρ c + (β + γρ (x̄ - mean)),  ρ = (var + eps)^-½
     backward   S0 = Σ g, S1 = ρ Σ g (x - mean)  ->  update_backward  ->  dx = γρ g + 2 dS (x - x̄)/M + dx̄/M
 
-x is looked at as rows, one per example: (N, C, L) or, for channels_last, (N, L, C), both without a copy. On the CPU
-a contiguous (N, C, L) is also a batch of one example with N·C channels, on which PyTorch's native batch-norm
-kernels reduce and apply in single vectorised passes with double accumulators.
+x is looked at as rows, one per example: (N, C, L) or, for channels_last, (N, L, C), both without a copy. Every pass
+works on centred values, so nothing cancels where |x̄| ≫ σ, and y is made in place of c.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm import filter as kalman
-from kalmannorm.groups import expand_groups, group_size, group_sizes, merge_examples, statistics_dtype, sum_groups
+from kalmannorm.groups import expand_groups, group_size, group_sizes, mean_groups, statistics_dtype, sum_groups
 from kalmannorm.moments import Moments
 
 
@@ -30,7 +29,6 @@ class Rows:
             self.values = x.reshape(examples, channels, -1)
         self.axis = 1 if self.channels_last else 2
         self.positions = self.values.shape[self.axis]
-        self.native = x.device.type == "cpu" and not self.channels_last
 
     def spread(self, rows_NC: Tensor) -> Tensor:
         """(N, C) shaped to broadcast over the positions."""
@@ -42,21 +40,12 @@ class Rows:
             return values.view(x.movedim(1, -1).shape).movedim(-1, 1)
         return values.view(x.shape)
 
-    def flat(self) -> Tensor:
-        return self.values.view(1, -1, self.positions)
 
-
-
-def observe(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each example and channel, (N, C)."""
-    dtype = statistics_dtype(x)
-    if rows.native:
-        # The dummy running buffers choose the dtype of the result: float32 for half-precision input.
-        dummy = torch.zeros(x.shape[0] * x.shape[1], dtype=dtype)
-        mean, var = torch.batch_norm_update_stats(rows.flat(), dummy, dummy.clone(), 0.0)
-        return mean.view(x.shape[:2]), var.view(x.shape[:2])
-    mean = rows.values.mean(rows.axis, dtype=dtype)
-    return mean, (rows.values.to(dtype) - rows.spread(mean)).square_().mean(rows.axis)
+def mean_square(centred: Tensor, axis: int) -> Tensor:
+    if axis == 2:
+        # One vectorised pass; along another axis the norm is far slower than a product and a sum.
+        return torch.linalg.vector_norm(centred, dim=2).square_() / centred.shape[2]
+    return centred.square().mean(axis)
 
 
 def forward(
@@ -69,44 +58,35 @@ def forward(
     statistics_batch_size: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, posterior mean and variance, observed mean and variance, the last four (G, C)."""
+    """Output, posterior mean and variance, observed mean and variance, the last four (G, C); γ, β are (C,) or (G, C)."""
     rows = Rows(x)
-    examples, channels = x.shape[:2]
+    examples = x.shape[0]
     size = group_size(examples, statistics_batch_size)
-    observation = merge_examples(*observe(x, rows), size)
+
+    def spread(moments_GC: Tensor) -> Tensor:
+        return rows.spread(expand_groups(moments_GC, examples, size))
+
+    centre = mean_groups(rows.values.mean(rows.axis, dtype=statistics_dtype(x)), size)
+    centred = rows.values - spread(centre)
+    # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
+    missed = mean_groups(centred.mean(rows.axis), size)
+    var = mean_groups(mean_square(centred, rows.axis), size) - missed * missed
+    observation = Moments(centre + missed, var.clamp_(min=0))
     posterior = observation
     if prior_mean is not None and prior_var is not None and gain is not None:
         posterior = kalman.update(Moments(prior_mean, prior_var), observation, gain)
-    y = apply(x, rows, posterior, weight, bias, size, eps)
+
+    scale = torch.rsqrt(posterior.var + eps)
+    if weight is not None:
+        scale = scale * weight.to(scale.dtype)
+    shift = (centre - posterior.mean) * scale
+    if bias is not None:
+        shift = shift + bias.to(shift.dtype)
+    y = rows.restore(centred.mul_(spread(scale)).add_(spread(shift)).to(x.dtype), x)
     # An op may not return one tensor twice.
     if posterior is observation:
         posterior = Moments(observation.mean.clone(), observation.var.clone())
     return y, posterior.mean, posterior.var, observation.mean, observation.var
-
-
-def apply(
-    x: Tensor, rows: Rows, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float
-) -> Tensor:
-    """y = γ (x - mean) / sqrt(var + eps) + β with each group's moments; γ, β are (C,) or (G, C)."""
-    examples, channels = x.shape[:2]
-    dtype = moments.mean.dtype
-
-    def rows_of(t: Tensor | None, default: float) -> Tensor:
-        if t is None:
-            return torch.full((examples, channels), default, dtype=dtype, device=x.device)
-        t = t.to(dtype)
-        return expand_groups(t.unsqueeze(0) if t.dim() == 1 else t, examples, size)
-
-    mean = expand_groups(moments.mean, examples, size)
-    var = expand_groups(moments.var, examples, size)
-    gamma, beta = rows_of(weight, 1.0), rows_of(bias, 0.0)
-    if rows.native:
-        flat = (t.reshape(-1) for t in (gamma, beta, mean, var))
-        y = torch.native_batch_norm(rows.flat(), *flat, False, 0.0, eps)[0]
-    else:
-        scale = gamma * torch.rsqrt(var + eps)
-        y = (rows.values - rows.spread(mean)).mul_(rows.spread(scale)).add_(rows.spread(beta)).to(x.dtype)
-    return rows.restore(y.view(rows.values.shape), x)
 
 
 def backward(
@@ -161,10 +141,12 @@ def backward(
 
 def reduce_gradient(rows: Rows, grad_rows: Rows, mean_NC: Tensor) -> tuple[Tensor, Tensor]:
     """Σ g and Σ g (x - mean) of each example and channel, (N, C)."""
-    if rows.native and grad_rows.native:
+    if not rows.channels_last and mean_NC.device.type == "cpu":
+        # As one example with N·C channels, both sums are one pass of PyTorch's native batch-norm backward.
         mean, ones = mean_NC.reshape(-1), torch.ones(mean_NC.numel(), dtype=mean_NC.dtype)
+        flat = (1, -1, rows.positions)
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            grad_rows.flat(), rows.flat(), ones, mean, ones, mean, ones, True, 0.0, [False, True, True]
+            grad_rows.values.view(flat), rows.values.view(flat), ones, mean, ones, mean, ones, True, 0.0, [False, True, True]
         )
         return total.view(mean_NC.shape), dot.view(mean_NC.shape)
     centred = rows.values - rows.spread(mean_NC)

@@ -24,8 +24,8 @@ def _shapes(operands: Sequence[Moments]) -> str:
 
 
 def _check(name: str, operands: Sequence[Moments]) -> None:
-    for what, counts in (("rows", {m.groups for m in operands}), ("channels", {m.channels for m in operands})):
-        if len(counts - {1}) > 1:
+    for what, axis in (("rows", 0), ("channels", 1)):
+        if len({m.mean.shape[axis] for m in operands} - {1}) > 1:
             raise ValueError(f"{name}: operands must have equally many {what}, or 1, got {_shapes(operands)}")
 
 
@@ -54,9 +54,10 @@ def subtract(a: Moments, b: Moments) -> Moments:
 def _per_channel(name: str, m: Moments, value: float | Tensor) -> float | Tensor:
     if not isinstance(value, Tensor):
         return value  # as a tensor it would have to be copied to the device at every call
-    if value.numel() not in (1, m.channels):
+    channels = m.mean.shape[-1]
+    if value.numel() not in (1, channels):
         raise ValueError(
-            f"{name} must be one number or hold one for each of the {m.channels} channels, got shape {tuple(value.shape)}"
+            f"{name} must be one number or hold one for each of the {channels} channels, got shape {tuple(value.shape)}"
         )
     return value.to(m.mean.dtype).reshape(-1)
 
@@ -80,8 +81,8 @@ def concatenate(operands: Sequence[Moments]) -> Moments:
     operands = list(operands)
     if not operands:
         raise ValueError("concatenate: `operands` must hold at least one Moments, got none")
-    rows = max(m.groups for m in operands)
-    if any(m.groups not in (1, rows) for m in operands):
+    rows = max(m.mean.shape[0] for m in operands)
+    if any(m.mean.shape[0] not in (1, rows) for m in operands):
         raise ValueError(f"concatenate: operands must have equally many rows, or 1, got {_shapes(operands)}")
     mean = torch.cat([m.mean.expand(rows, -1) for m in operands], 1)
     var = torch.cat([m.var.expand(rows, -1) for m in operands], 1)
@@ -129,7 +130,7 @@ def flatten(m: Moments, positions: int) -> Moments:
 def select(m: Moments, index: slice | Sequence[int] | Tensor) -> Moments:
     """Some channels, or all in another order: a slice, a list of channels, or a tensor of them (or a mask)."""
     if isinstance(index, int):
-        raise TypeError(f"select: `index` must be a slice, a list or a tensor of channels, got {index}: write [{index}]")
+        raise TypeError(f"select: `index` must be a slice, a list or a tensor of channels, got {index}; use [{index}]")
     which = index if isinstance(index, slice | Tensor) else list(index)
     cov = None if m.cov is None else m.cov[:, which][:, :, which]
     return Moments(m.mean[:, which], m.var[:, which], cov)

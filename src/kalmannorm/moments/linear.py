@@ -1,17 +1,17 @@
 """Moments through linear layers: independent inputs N(mean, var) per channel, the same at every position.
 
-    linear        mean' = W mean + bias                     var' = (W∘W) var
+    linear        mean' = W mean + bias
+                  var'  = (W∘W) var
 
-    convolution   at an output position of kind p (see windows.py), inside[p, t] telling whether tap t meets the image,
-                  mean_p[k] = sum_t inside[p, t] sum_c W[k, c, t] mean[c]
-                  var_p[k]  = sum_t inside[p, t] sum_c W²[k, c, t] var[c]
-                  and over all positions, by the law of total variance with share[p] of them,
-                  mean' = sum_p share[p] mean_p + bias
-                  var'  = sum_p share[p] (var_p + (mean_p + bias - mean')²)
+    convolution   mean' = sum_t share[t] sum_c W[k, c, t] mean[c] + bias
+                  var'  = sum_t share[t] sum_c W²[k, c, t] var[c] + sum_p share[p] (mean_p - sum_p share[p] mean_p)²
+                  mean_p = sum_t inside[p, t] sum_c W[k, c, t] mean[c]
 
-The second term of var' is what zero padding (or the stride of a transposed convolution) does to the mean. Written over
-kinds of positions it is a sum of squares: it cannot cancel or turn negative. Kinds are applied axis by axis, so a large
-kernel stays cheap.
+Here inside[p, t] tells whether tap t meets the image at output positions of kind p (see windows.py), share[p] how many
+positions are of that kind, and share[t] at how many of them t is inside. The last term of var' is what zero padding (or
+the stride of a transposed convolution) does to the mean from one position to the next. Written over kinds of positions
+it is a sum of squares, which cannot cancel or turn negative; kinds are applied axis by axis, so that a large kernel
+stays cheap.
 
 Neighbouring pixels are taken as independent, which biases var' low for smooth filters. A `cov` is not used and is
 dropped. All is float32 (float64 for float64 moments), under autocast and with half-precision weights too.
@@ -19,11 +19,11 @@ dropped. All is float32 (float64 for float64 moments), under autocast and with h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
 from kalmannorm.moments.core import Moments
 from kalmannorm.moments.windows import Size, axes_of, windows
@@ -33,9 +33,7 @@ _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 def _full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast would run the contractions in half precision."""
-    if is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _add_bias(name: str, mean: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,9 +46,10 @@ def _add_bias(name: str, mean: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
     """(R, C) moments through `F.linear`: weight (K, C), bias (K,); gives (R, K)."""
-    if weight.dim() != 2 or weight.shape[1] != m.channels:
+    channels = m.mean.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != channels:
         raise ValueError(
-            f"linear: `weight` must have shape (outputs, {m.channels}) for moments of {m.channels} channels, "
+            f"linear: `weight` must have shape (outputs, {channels}) for moments of {channels} channels, "
             f"got {tuple(weight.shape)}"
         )
     weight = weight.to(m.mean.dtype)
@@ -60,7 +59,7 @@ def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
 
 
 def _grouped(m: Moments, weight: Tensor, groups: int, transposed: bool) -> Tensor:
-    """The weight as (groups, inputs of a group, outputs of a group, *taps), checked against the moments."""
+    """The weight as (groups, outputs of a group, inputs of a group, *taps), checked against the moments."""
     if weight.dim() not in (3, 4, 5):
         raise ValueError(
             f"convolution: `weight` must have 1, 2 or 3 spatial dimensions after its two channel dimensions, "
@@ -70,14 +69,34 @@ def _grouped(m: Moments, weight: Tensor, groups: int, transposed: bool) -> Tenso
     if groups < 1 or rows % groups:
         raise ValueError(f"convolution: `groups` must divide the first size of `weight`, {rows}, got {groups}")
     channels = rows if transposed else columns * groups
-    if channels != m.channels:
+    if channels != m.mean.shape[-1]:
         order = "(inputs, outputs / groups, *kernel)" if transposed else "(outputs, inputs / groups, *kernel)"
         raise ValueError(
             f"convolution: `weight` of shape {tuple(weight.shape)}, read as {order} with groups={groups}, takes "
-            f"{channels} channels, but the moments have {m.channels}"
+            f"{channels} channels, but the moments have {m.mean.shape[-1]}"
         )
     weight = weight.to(m.mean.dtype).reshape(groups, rows // groups, columns, *taps)
-    return weight if transposed else weight.transpose(1, 2)
+    return weight.transpose(1, 2) if transposed else weight
+
+
+def _contract(values: Tensor, weight: Tensor, share: Tensor) -> Tensor:
+    """Over channels and taps at once, each tap by its share: (R, C) to (R, K)."""
+    rows, groups = values.shape[0], weight.shape[0]
+    weighted = values.reshape(rows, groups, -1, 1) * share.flatten()
+    # The weight is the large operand, and stays as it lies in memory.
+    summed = weight.flatten(2) @ weighted.flatten(2).permute(1, 2, 0)  # (groups, K / groups, R)
+    return summed.permute(2, 0, 1).flatten(1)
+
+
+def _at_each_kind(values: Tensor, weight: Tensor, inside: Sequence[Tensor]) -> Tensor:
+    """Over channels, then taps axis by axis: (R, C) to (R, K, kinds of position)."""
+    rows, groups = values.shape[0], weight.shape[0]
+    values = values.reshape(rows, groups, -1).transpose(0, 1).unsqueeze(1)  # (groups, 1, R, C / groups)
+    seen = (values @ weight.flatten(3)).flatten(0, 1).transpose(0, 1)  # (R, K, taps)
+    seen = seen.reshape(*seen.shape[:2], *weight.shape[3:])
+    for axis in inside:  # takes the first axis of taps away, puts its kinds last
+        seen = torch.tensordot(seen, axis, dims=([2], [1]))
+    return seen.flatten(2)
 
 
 def convolution(
@@ -117,21 +136,13 @@ def convolution(
     )
     if padding_mode != "zeros":
         axes = tuple(axis._replace(size=None) for axis in axes)
-    *inside, share = windows(axes, m.mean.dtype, m.mean.device)
-
-    def at_each_kind(values: Tensor, weight: Tensor) -> Tensor:
-        """(R, C) to (R, K, kinds of axis 1, kinds of axis 2, ...)."""
-        seen = torch.einsum("rgc,gck...->rgk...", values.reshape(m.groups, groups, -1), weight).flatten(1, 2)
-        for rows in inside:  # takes the first axis of taps away, puts its kinds last
-            seen = torch.tensordot(seen, rows, dims=([2], [1]))
-        return seen
-
+    *inside, of_kinds, of_taps = windows(axes, m.mean.dtype, m.mean.device)
     with _full_precision(m.mean.device):
-        means = at_each_kind(m.mean, grouped)
-        variances = at_each_kind(m.var, grouped.square())
-    spatial = tuple(range(2, means.dim()))
-    mean = (share * means).sum(spatial)
-    if share.numel() > 1:
-        offsets = means - mean.reshape(*mean.shape, *(1 for _ in spatial))
-        variances = variances + offsets.square()
-    return Moments(_add_bias("convolution", mean, bias), (share * variances).sum(spatial))
+        var = _contract(m.var, grouped.square(), of_taps)
+        if of_kinds.numel() == 1:
+            mean = _contract(m.mean, grouped, of_taps)
+        else:
+            means, share = _at_each_kind(m.mean, grouped, inside), of_kinds.flatten()
+            mean = (share * means).sum(2)
+            var = var + (share * (means - mean.unsqueeze(2)).square()).sum(2)
+    return Moments(_add_bias("convolution", mean, bias), var)

@@ -7,8 +7,8 @@ Along one axis, output position o meets input position i through tap t where
 
 and tap t is inside at o where such an i exists with 0 <= i < size. Both are one rule, o a + b + t e = i q.
 Positions that see the same taps are of one *kind*: a 3-tap axis padded by 1 has three (first, middle, last), an axis
-transposed with stride 2 has two in its interior, taking turns. A kind is its row of taps (0/1) and the share of positions
-it holds; several axes multiply.
+transposed with stride 2 has two in its interior, taking turns. A kind is its row of taps (0/1) and the share of
+positions it holds; several axes multiply.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class Axis(NamedTuple):
     transposed: bool
     output_padding: int
 
-    @property
-    def span(self) -> int:
-        return self.dilation * (self.kernel - 1) + 1
 
-    @property
-    def outputs(self) -> int:
-        """How many positions come out of `size`."""
-        assert self.size is not None
-        if self.transposed:
-            return (self.size - 1) * self.stride - self.before - self.after + self.span + self.output_padding
-        return (self.size + self.before + self.after - self.span) // self.stride + 1
+# A function, for torch.compile does not see through the properties of a named tuple.
+def _outputs(axis: Axis) -> int:
+    """How many positions come out of `size`."""
+    assert axis.size is not None
+    span, around = axis.dilation * (axis.kernel - 1) + 1, axis.before + axis.after
+    if axis.transposed:
+        return (axis.size - 1) * axis.stride - around + span + axis.output_padding
+    return (axis.size + around - span) // axis.stride + 1
 
 
 def _per_axis(name: str, value: Size, dims: int, least: int) -> tuple[int, ...]:
-    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    given = (value,) * dims if isinstance(value, int) else value
+    values = tuple(given) if isinstance(given, tuple | list) else ()
     if len(values) != dims or any(not isinstance(each, int) for each in values):
         raise ValueError(f"convolution: `{name}` must be one int or {dims} (one for each axis), got {value!r}")
     if any(each < least for each in values):
         raise ValueError(f"convolution: `{name}` must be at least {least}, got {value!r}")
-    return values
+    # Under torch.compile a size may be symbolic; taking the length of a range settles it. The geometry is a constant.
+    return tuple(len(range(each)) for each in values)
 
 
 def axes_of(
@@ -108,7 +108,7 @@ def axes_of(
         Axis(k, n, s, b, a, d, transposed, extra)
         for k, n, s, b, a, d, extra in zip(kernels, sizes, strides, befores, afters, dilations, extras, strict=True)
     )
-    if any(axis.size is not None and axis.outputs < 1 for axis in axes):
+    if any(axis.size is not None and _outputs(axis) < 1 for axis in axes):
         raise ValueError(
             f"convolution: `input_size` {input_size!r} leaves no output with kernel_size {kernels}, padding "
             f"{padding!r} and dilation {dilation!r}; give the size of the map that enters this layer"
@@ -138,7 +138,7 @@ def output_size(
         transposed=transposed,
         output_padding=output_padding,
     )
-    return tuple(axis.outputs for axis in axes)
+    return tuple(_outputs(axis) for axis in axes)
 
 
 @cache
@@ -157,7 +157,7 @@ def kinds(axis: Axis) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
     if axis.size is None:
         first, last, outputs = 0, q - 1, q
     else:
-        outputs = axis.outputs
+        outputs = _outputs(axis)
         first = min(max(-(low // a), 0), outputs)
         last = min((axis.size - 1) * q - high, (outputs - 1) * a) // a
 
@@ -166,7 +166,7 @@ def kinds(axis: Axis) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
         return tuple(float(rest == 0 and (axis.size is None or 0 <= i < axis.size)) for i, rest in met)
 
     count: Counter[tuple[float, ...]] = Counter()
-    for position in (*range(0, first), *range(max(first, last + 1), outputs)):
+    for position in (*range(first), *range(max(first, last + 1), outputs)):
         count[row(position)] += 1
     for position in range(first, min(first + q, last + 1)):
         count[row(position)] += (last - position) // q + 1
@@ -179,9 +179,12 @@ _tensors: dict[tuple[tuple[Axis, ...], torch.dtype, torch.device], tuple[Tensor,
 
 # Under torch.compile the tensors become constants of the graph, on the right device; without the cache every step would
 # copy them there from the host, which also no CUDA graph allows.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore
 def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """For each axis its rows of taps (kinds, kernel); then the shares of all kinds, (kinds of axis 1, axis 2, ...)."""
+    """For each axis its rows of taps (kinds, kernel); then, over all axes, the share of each kind and of each tap.
+
+    The shares have one dimension per axis: (kinds of axis 1, kinds of axis 2, ...), (taps of axis 1, ...).
+    """
     # A mode that makes fake tensors (export, shape propagation) must neither fill the cache nor be served from it.
     faked = type(torch.empty(0)) is not Tensor
     key = (axes, dtype, device)
@@ -190,10 +193,13 @@ def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) ->
     # An inference tensor in the cache would break the next training step.
     with torch.inference_mode(False), torch.no_grad():
         rows = [torch.tensor(kinds(axis)[0], dtype=dtype, device=device) for axis in axes]
-        shares = torch.ones((), dtype=dtype, device=device)
-        for axis in axes:
-            shares = shares.unsqueeze(-1) * torch.tensor(kinds(axis)[1], dtype=dtype, device=device)
-    built = (*rows, shares)
+        of_kinds = of_taps = torch.ones((), dtype=dtype, device=device)
+        for axis, row in zip(axes, rows, strict=True):
+            share = torch.tensor(kinds(axis)[1], dtype=dtype, device=device)
+            of_kinds = of_kinds.unsqueeze(-1) * share
+            # A product of matrices would be cast where autocast is on.
+            of_taps = of_taps.unsqueeze(-1) * (share.unsqueeze(1) * row).sum(0)
+    built = (*rows, of_kinds, of_taps)
     if not faked:
         _tensors[key] = built
     return built

@@ -1,0 +1,24 @@
+"""Fixtures for all tests: one thread per worker, a fixed seed, and the device the machine has."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("inductor") and compiler is None:
+            item.add_marker(pytest.mark.skip(reason="no C++ compiler for inductor"))

@@ -1,0 +1,251 @@
+"""The op against the naive reference and against `F.batch_norm`: output, moments, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kalmannorm import Moments, batch_kalman_norm
+from kalmannorm.kernels import reference
+from kalmannorm.op import batch_kalman_norm as op
+
+SHAPES = {
+    "N6-C3-4x5": (6, 3, 4, 5),
+    "N7-C2": (7, 2),  # no positions; ragged for every m but 1 and 7
+    "N5-C4-L3": (5, 4, 3),
+    "N4-C2-2x3x2": (4, 2, 2, 3, 2),
+    "N3-C1-3x3": (3, 1, 3, 3),  # C = 1 is contiguous in both layouts
+    "N2-C5-1x1": (2, 5, 1, 1),
+    "N1-C3-7x5": (1, 3, 7, 5),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()]) if x.dim() in formats else x
+
+
+def arguments(shape, m, dtype=torch.float64, *, rows="groups", prior=True, device="cpu"):
+    """Leaf inputs (x, prior mean, prior var, gain, weight, bias) with statistics in their own dtype."""
+    C, groups = shape[1], -(-shape[0] // m)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    G = groups if rows == "groups" else 1
+    x = (torch.randn(shape, device=device) * 2 + 1).to(dtype)
+    values = [torch.randn(G, C), torch.rand(G, C) + 0.5, torch.tensor(0.3), torch.randn(C), torch.randn(C)]
+    rest = [v.to(device, statistics) for v in values]
+    if not prior:
+        rest[:3] = [None, None, None]
+    return [None if t is None else t.requires_grad_() for t in (x, *rest)]
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def assert_same(actual, expected, tolerance):
+    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.dtype == e.dtype
+        assert a.shape == e.shape
+        assert relative_error(a, e) < tolerance, f"result {index}"
+
+
+def run(function, inputs, m, grads):
+    outputs = function(*inputs, m, 1e-5)
+    leaves = [t for t in inputs if t is not None]
+    return outputs, torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("m", [1, 2, 3, 16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_matches_reference(shape, m, layout, dtype):
+    if layout == "channels_last" and len(shape) < 4:
+        pytest.skip("no channels_last for this rank")
+    inputs = arguments(shape, m, dtype)
+    if layout == "channels_last":
+        inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    # Half precision: the reference in float64 on the same rounded inputs, its results rounded once.
+    grads = [torch.randn_like(o) for o in op(*inputs, m, 1e-5)]
+    actual, actual_grads = run(op, inputs, m, grads)
+    expected, expected_grads = run(reference.batch_kalman_norm, exact, m, grads)
+    tolerance = TOLERANCE[dtype]
+    assert actual[0].dtype == dtype
+    assert all(o.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) for o in actual[1:])
+    for index, (a, e) in enumerate(zip((*actual, *actual_grads), (*expected, *expected_grads), strict=True)):
+        assert a.shape == e.shape
+        assert relative_error(a, e) < tolerance, f"result {index}"
+    assert actual[0].stride() == inputs[0].stride()
+
+
+@pytest.mark.parametrize("rows", ["groups", "one"])
+@pytest.mark.parametrize("prior", [True, False], ids=["prior", "no-prior"])
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_gradcheck(m, prior, rows):
+    inputs = arguments((4, 2, 3), m, rows=rows, prior=prior)
+    leaves = [t for t in inputs if t is not None]
+
+    def function(*given):
+        it = iter(given)
+        return op(*(None if t is None else next(it) for t in inputs), m, 1e-5)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_per_channel_gain_gradcheck():
+    x, mean, var, _, weight, bias = arguments((4, 3, 2), 2)
+    gain = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *a: op(*a, 2, 1e-5), (x, mean, var, gain, weight, bias))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_opcheck(m):
+    """Schema, fake tensors, autograd registration and aot dispatch, as torch checks them itself."""
+    torch.library.opcheck(op, (*arguments((5, 3, 2, 2), m), m, 1e-5))
+    inputs = arguments((5, 3, 2, 2), m)
+    inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
+    torch.library.opcheck(op, (*inputs, m, 1e-5))
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 4, 5), (6, 3), (6, 3, 4), (6, 3, 2, 2, 2)], ids=str)
+def test_no_prior_equals_batch_norm(shape):
+    x, *_, weight, bias = arguments(shape, 6, prior=False)
+    y, posterior = batch_kalman_norm(x, None, None, weight, bias)
+    running_mean, running_var = torch.zeros(3).double(), torch.ones(3).double()
+    expected = F.batch_norm(x, running_mean, running_var, weight, bias, training=True, momentum=1.0)
+    g = torch.randn_like(y)
+    leaves = (x, weight, bias)
+    assert_same([y], [expected], 1e-12)
+    assert_same(torch.autograd.grad(y, leaves, g), torch.autograd.grad(expected, leaves, g), 1e-10)
+    assert_same([posterior.mean[0]], [running_mean], 1e-12)
+
+
+def test_full_trust_equals_batch_norm():
+    x, mean, var, _, weight, bias = arguments((6, 3, 4), 6)
+    y, _ = batch_kalman_norm(x, Moments(mean, var), torch.ones(()).double(), weight, bias)
+    assert_same([y], [F.batch_norm(x, None, None, weight, bias, training=True)], 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("N", [6, 7, 8], ids=["N6", "N7-ragged", "N8-ragged"])
+def test_groups_equal_separate_calls(N, layout):
+    """Output, moments and gradients; the last, smaller group equals its own call too."""
+    m = 3
+    inputs = arguments((N, 4, 3, 3), m)
+    if layout == "channels_last":
+        inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
+    x, mean, var, gain, weight, bias = inputs
+    y, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=m)
+    parts = [
+        batch_kalman_norm(x[start : start + m], Moments(mean[g : g + 1], var[g : g + 1]), gain, weight, bias)
+        for g, start in enumerate(range(0, N, m))
+    ]
+    separate = [torch.cat(t) for t in zip(*((part, *moments[:2]) for part, moments in parts), strict=True)]
+    together = [y, posterior.mean, posterior.var]
+    grads = [torch.randn_like(t) for t in together]
+    assert_same(together, separate, 1e-12)
+    assert_same(torch.autograd.grad(together, inputs, grads), torch.autograd.grad(separate, inputs, grads), 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_mean_loses_no_more_digits_than_batch_norm(layout):
+    """|mean| = 1000 σ in float32: errors of output and dx against float64 over 8 draws, beside F.batch_norm's own.
+
+    Digits are compared to a hundredth: both errors are rounding noise of a few ulp.
+    """
+
+    def both(function, values, g):
+        leaf = values.clone().requires_grad_()
+        y = function(leaf)
+        return y.detach(), torch.autograd.grad(y, leaf, g.to(y.dtype))[0]
+
+    def ours(values):
+        return batch_kalman_norm(values, None, None, None, None)[0]
+
+    def theirs(values):
+        return F.batch_norm(values, None, None, training=True)
+
+    errors = {ours: torch.zeros(2), theirs: torch.zeros(2)}
+    for _ in range(8):
+        x = (torch.randn(8, 16, 12, 12, dtype=torch.float64) + 1000).float()
+        x = x if layout == "contiguous" else channels_last(x)
+        g = torch.randn(x.shape, dtype=torch.float64)
+        truth = both(theirs, x.double(), g)
+        for function, total in errors.items():
+            total += torch.tensor([relative_error(a, t) for a, t in zip(both(function, x, g), truth, strict=True)])
+    digits_lost = torch.log10(errors[ours] / errors[theirs])
+    assert (digits_lost < 0.01).all(), digits_lost
+
+
+def test_other_layouts_of_the_gradient():
+    """A gradient may arrive expanded, or in the other layout."""
+    x, mean, var, gain, weight, bias = arguments((4, 3, 2, 5), 2)
+    for source in (x, channels_last(x.detach()).requires_grad_()):
+        y, _ = batch_kalman_norm(source, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+        g = torch.randn(4, 3, 1, 1, dtype=y.dtype).expand_as(y)
+        for grad in (g, g.contiguous(), channels_last(g)):
+            (dx,) = torch.autograd.grad(y, source, grad, retain_graph=True)
+            expected = reference.batch_kalman_norm(source, mean, var, gain, weight, bias, 2, 1e-5)[0]
+            assert_same([dx], torch.autograd.grad(expected, source, g), 1e-12)
+
+
+def test_strided_input():
+    """A slice that lies in no dense layout is taken as it is."""
+    wide = torch.randn(4, 6, 5, 5, dtype=torch.float64, requires_grad=True)
+    y, _ = batch_kalman_norm(wide[:, ::2, 1:4], None, None, None, None, statistics_batch_size=2)
+    expected, *_ = reference.batch_kalman_norm(wide[:, ::2, 1:4], None, None, None, None, None, 2, 1e-5)
+    assert_same([y], [expected], 1e-12)
+    assert_same(torch.autograd.grad(y.square().sum(), wide), torch.autograd.grad(expected.square().sum(), wide), 1e-9)
+
+
+def test_inputs_that_need_no_gradient():
+    x, mean, var, gain, weight, bias = (t.detach() for t in arguments((4, 3, 2), 2))
+    weight.requires_grad_()
+    y, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    y.square().sum().backward()
+    assert weight.grad is not None
+    with torch.no_grad():
+        y, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    assert not y.requires_grad
+    assert not posterior.mean.requires_grad
+
+
+def test_gradient_through_the_posterior_alone():
+    x, mean, var, gain, weight, bias = arguments((4, 3, 2), 2)
+    _, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    _, expected_mean, expected_var, *_ = reference.batch_kalman_norm(x, mean, var, gain, weight, bias, 2, 1e-5)
+    leaves = (x, mean, var, gain)
+    actual = torch.autograd.grad(posterior.var.square().sum() + posterior.mean.sum(), leaves)
+    assert_same(actual, torch.autograd.grad(expected_var.square().sum() + expected_mean.sum(), leaves), 1e-12)
+
+
+def test_autocast_keeps_statistics_in_float32():
+    x, mean, var, gain, weight, bias = arguments((8, 3, 6, 6), 2, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    assert y.dtype == torch.bfloat16
+    assert posterior.mean.dtype == posterior.var.dtype == torch.float32
+    expected = reference.batch_kalman_norm(*(t.double() for t in (x, mean, var, gain, weight, bias)), 2, 1e-5)
+    assert_same([posterior.mean, posterior.var], [e.float() for e in expected[1:3]], 1e-5)
+
+
+@pytest.mark.parametrize("N", [4, 5], ids=["N4", "N5-ragged"])
+def test_full_covariance_matches_its_definition(N):
+    x, mean, var, gain, weight, bias = arguments((N, 3, 4, 2), 2)
+    y, posterior = batch_kalman_norm(
+        x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2, covariance="full"
+    )
+    diagonal, expected = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    assert_same([y, posterior.mean, posterior.var], [diagonal, expected.mean, expected.var], 1e-12)
+    for group, start in enumerate(range(0, N, 2)):
+        values = x[start : start + 2].detach().movedim(1, 0).reshape(3, -1)
+        d = values.mean(1) - mean[group].detach()
+        q = gain.item()
+        covariance = torch.cov(values, correction=0)
+        fused = (1 - q) * torch.diag(var[group].detach()) + q * covariance + q * (1 - q) * torch.outer(d, d)
+        assert_same([posterior.cov[group].detach()], [fused], 1e-12)
