@@ -6,16 +6,13 @@ therefore has no sampling error left, and what would be 1 % of noise becomes rou
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from kalmannorm import moments
 from kalmannorm.moments import Moments, belief, convolution, linear, output_size
@@ -175,35 +172,6 @@ def test_without_a_size_the_image_has_no_edges(case):
     torch.testing.assert_close(case.predict(m, weight, bias, sized=False), vast, rtol=1e-4, atol=1e-4)
 
 
-def test_kinds_of_positions_are_those_of_the_layer():
-    """Every small geometry, against a convolution that shows which taps it uses: one output channel for each tap."""
-    checked = 0
-    for kernel, size, stride, padding, dilation, transposed in itertools.product(
-        (1, 2, 3, 5), (1, 2, 4, 7), (1, 2, 3), (0, 1, 3), (1, 2, 3), (False, True)
-    ):
-        options = {"stride": stride, "padding": padding, "dilation": dilation}
-        ones, taps = torch.ones(1, 1, size), torch.eye(kernel).view(kernel, 1, kernel)
-        for extra in range(max(stride, dilation)) if transposed else (0,):
-            arguments = {**options, "transposed": transposed, "output_padding": extra}
-            try:
-                if transposed:
-                    shown = F.conv_transpose1d(ones, taps.transpose(0, 1), output_padding=extra, **options)
-                else:
-                    shown = F.conv1d(ones, taps, **options)
-            except RuntimeError:
-                with pytest.raises(ValueError, match="leaves no output"):
-                    geometry.axes_of(kernel, size, **arguments)
-                continue
-            (axis,) = geometry.axes_of(kernel, size, **arguments)
-            rows, shares = geometry.kinds(axis)
-            expected = Counter(tuple(row) for row in shown[0].T.tolist())
-            assert output_size(size, kernel, **arguments) == (shown.shape[-1],)
-            assert {row: round(share * shown.shape[-1]) for row, share in zip(rows, shares, strict=True)} == expected
-            assert sum(shares) == pytest.approx(1)
-            checked += 1
-    assert checked > 1000
-
-
 @every
 def test_output_size(case):
     kernel = case.weight_shape[2:]
@@ -211,10 +179,6 @@ def test_output_size(case):
     _, weight, bias = case.draw()
     y = case.run(torch.zeros(1, case.inputs, *case.size, dtype=torch.float64), weight, bias)
     assert output_size(case.size, kernel, **options) == tuple(y.shape[2:])
-
-
-def test_output_size_takes_one_kernel_for_all_axes():
-    assert output_size((8, 9), 3, padding=1, stride=2) == (4, 5)
 
 
 @every
@@ -310,52 +274,6 @@ def test_compiles_in_one_graph():
     plain = several(drawn)
     torch.testing.assert_close(compiled, plain)
     torch.testing.assert_close(gradients, torch.autograd.grad(plain, weights))
-
-
-def test_a_symbolic_size_compiles():
-    def sized(image: Tensor, weight: Tensor) -> Moments:
-        return convolution(Moments(torch.ones(1, 4), torch.ones(1, 4)), weight, padding=1, input_size=image.shape[2:])
-
-    compiled = torch.compile(sized, fullgraph=True, backend="aot_eager", dynamic=True)
-    weight = torch.ones(2, 4, 3, 3)
-    for size in (4, 7):
-        image = torch.zeros(1, 4, size, size)
-        torch.testing.assert_close(compiled(image, weight), sized(image, weight))
-
-
-def first_under_inference_mode() -> None:
-    with torch.inference_mode():
-        padded.predict(*padded.draw(torch.float32))
-
-
-def first_under_fake_tensors() -> None:
-    with FakeTensorMode():
-        padded.predict(Moments(torch.zeros(1, 4), torch.ones(1, 4)), torch.zeros(padded.weight_shape), None)
-
-
-def first_under_a_transform() -> None:
-    m, weight, bias = padded.draw(torch.float32)
-    torch.func.grad(lambda w: padded.predict(m, w, bias).var.sum())(weight)
-
-
-@pytest.mark.parametrize(
-    "first", [first_under_inference_mode, first_under_fake_tensors, first_under_a_transform], ids=lambda f: f.__name__
-)
-def test_what_is_cached_serves_every_mode(first):
-    m, weight, bias = padded.draw(torch.float32)
-
-    def gradient() -> Tensor:
-        leaf = weight.clone().requires_grad_()
-        padded.predict(m, leaf, bias).var.sum().backward()
-        return leaf.grad
-
-    geometry._tensors.clear()
-    expected = gradient()
-    geometry._tensors.clear()
-    first()
-    torch.testing.assert_close(gradient(), expected)
-    first()
-    torch.testing.assert_close(gradient(), expected)
 
 
 ONE = Moments(torch.zeros(1, 4), torch.ones(1, 4))

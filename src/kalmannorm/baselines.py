@@ -91,11 +91,11 @@ class BatchRenorm(GroupedNorm):
 
     def clips(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max at the present batch, on the device."""
-        assert self.num_batches_tracked is not None
+        assert self.num_batches_tracked is not None and self.running_mean is not None
+        steps = self.num_batches_tracked.to(self.running_mean.dtype) - self.warmup_steps
 
         def progress(end: int) -> Tensor:
-            length = max(end - self.warmup_steps, 1)
-            return ((self.num_batches_tracked - self.warmup_steps) / length).clamp(0, 1)
+            return (steps / max(end - self.warmup_steps, 1)).clamp(0, 1)
 
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 

@@ -37,8 +37,11 @@ def recomputing() -> bool:
 
 
 def exporting() -> bool:
-    """Whether `torch.export` traces this forward; an exported program keeps no state of ours. (torch 2.6 cannot say.)"""
-    return torch.compiler.is_exporting() if hasattr(torch.compiler, "is_exporting") else False
+    """Whether `torch.export` traces this forward; an exported program keeps no state of ours.
+
+    Not `torch.compiler.is_exporting`, which dynamo takes for True under `torch.compile` too (torch 2.10).
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 class GroupedNorm(_NormBase):
