@@ -98,7 +98,13 @@ def test_renorm_starts_as_batch_norm():
 
 def test_renorm_schedule_ends_at_the_clips():
     layer = BatchRenorm2d(4, r_max=2.5, d_max=4.0)
-    for step, r_max, d_max in ((0, 1, 0), (5_000, 1, 0), (25_000, 1 + 1.5 * 20 / 35, 4), (40_000, 2.5, 4), (10**6, 2.5, 4)):
+    for step, r_max, d_max in (
+        (0, 1, 0),
+        (5_000, 1, 0),
+        (25_000, 1 + 1.5 * 20 / 35, 4),
+        (40_000, 2.5, 4),
+        (10**6, 2.5, 4),
+    ):
         layer.num_batches_tracked.fill_(step)
         r, d = layer.clips()
         assert r.item() == pytest.approx(r_max)
@@ -116,7 +122,9 @@ def test_renorm_batch_inference_equals_training():
 
 
 def test_renorm_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="inference of BatchRenorm2d must be one of 'population', 'batch', got 'example'"):
+    with pytest.raises(
+        ValueError, match="inference of BatchRenorm2d must be one of 'population', 'batch', got 'example'"
+    ):
         BatchRenorm2d(4, statistics_batch_size=2, inference="example")
     with pytest.raises(ValueError, match="track_running_stats"):
         BatchRenorm2d(4, track_running_stats=False)

@@ -29,7 +29,11 @@ CALLS = {
     "empty": (lambda: batch_kalman_norm(X[:0], None, None, None, None), ValueError, r"empty batch.*\(0, 3, 2, 2\)"),
     "no positions": (lambda: batch_kalman_norm(X[..., :0], None, None, None, None), ValueError, "empty"),
     "vector": (lambda: batch_kalman_norm(X[0, 0, 0], None, None, None, None), ValueError, r"x must be \(N, C, \*\)"),
-    "weight": (lambda: batch_kalman_norm(X, None, None, torch.ones(5), None), ValueError, r"weight must be \(3,\).*\(5,\)"),
+    "weight": (
+        lambda: batch_kalman_norm(X, None, None, torch.ones(5), None),
+        ValueError,
+        r"weight must be \(3,\).*\(5,\)",
+    ),
     "bias": (lambda: batch_kalman_norm(X, None, None, None, torch.ones(2)), ValueError, r"bias must be \(3,\).*\(2,\)"),
     "prior width": (
         lambda: batch_kalman_norm(X, moments(1, 5), 0.5, None, None),
@@ -84,12 +88,28 @@ CALLS = {
         r"previous\.mean must be .*8.*got \(1, 6\)",
     ),
     "previous unexpected": (lambda: BatchKalmanNorm2d(3)(X, moments(1, 6)), ValueError, "prior_features=6"),
-    "previous type": (lambda: BatchKalmanNorm2d(3, 3)(X, X), TypeError, "previous must be kalmannorm.Moments, got Tensor"),
-    "layer gain": (lambda: BatchKalmanNorm2d(3, 3, gain=1.0), ValueError, r"gain must be a number inside \(0, 1\), got 1.0"),
+    "previous type": (
+        lambda: BatchKalmanNorm2d(3, 3)(X, X),
+        TypeError,
+        "previous must be kalmannorm.Moments, got Tensor",
+    ),
+    "layer gain": (
+        lambda: BatchKalmanNorm2d(3, 3, gain=1.0),
+        ValueError,
+        r"gain must be a number inside \(0, 1\), got 1.0",
+    ),
     "layer m": (lambda: BatchKalmanNorm2d(3, statistics_batch_size=-1), ValueError, "statistics_batch_size.*got -1"),
     "num_features": (lambda: BatchKalmanNorm2d(0), ValueError, "num_features must be a positive int, got 0"),
-    "prior_features": (lambda: BatchKalmanNorm2d(3, 0), ValueError, "prior_features must be a positive int or None, got 0"),
-    "transition": (lambda: BatchKalmanNorm2d(3, 3, transition="linear"), ValueError, "transition must be one of.*'linear'"),
+    "prior_features": (
+        lambda: BatchKalmanNorm2d(3, 0),
+        ValueError,
+        "prior_features must be a positive int or None, got 0",
+    ),
+    "transition": (
+        lambda: BatchKalmanNorm2d(3, 3, transition="linear"),
+        ValueError,
+        "transition must be one of.*'linear'",
+    ),
     "identity width": (
         lambda: BatchKalmanNorm2d(3, 4, transition="identity"),
         ValueError,
@@ -124,7 +144,11 @@ CALLS = {
     ),
     "mode": (lambda: BatchKalmanNorm2d(3, inference="pop"), ValueError, "must be one of 'population', .*got 'pop'"),
     "momentum": (lambda: BatchKalmanNorm2d(3, momentum=1.5), ValueError, r"momentum must lie in \[0, 1\], got 1.5"),
-    "no norms to set": (lambda: set_inference(nn.Linear(2, 2), "batch"), ValueError, "Linear holds no norm of kalmannorm"),
+    "no norms to set": (
+        lambda: set_inference(nn.Linear(2, 2), "batch"),
+        ValueError,
+        "Linear holds no norm of kalmannorm",
+    ),
     "no norms to freeze": (lambda: freeze_statistics(nn.BatchNorm2d(3)), ValueError, "holds no norm"),
 }
 

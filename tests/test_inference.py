@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -16,11 +18,10 @@ class Net(nn.Module):
     def __init__(self, m=2, **options):
         super().__init__()
         widths = (3, 6, 5, 4)
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:], strict=False))
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
         priors = (None, *widths[1:-1])
         self.norms = nn.ModuleList(
-            BatchKalmanNorm2d(C, P, statistics_batch_size=m, **options)
-            for C, P in zip(widths[1:], priors, strict=True)
+            BatchKalmanNorm2d(C, P, statistics_batch_size=m, **options) for C, P in zip(widths[1:], priors, strict=True)
         )
         for norm in self.norms[1:]:
             nn.init.normal_(norm.transition.matrix, std=0.3)
@@ -72,7 +73,7 @@ def test_example_with_m_1_equals_batch():
 
 
 def test_example_approaches_population_for_a_fixed_prior():
-    """m → ∞, with a prior that does not vary by group: the population's posterior is the one of average observations."""
+    """m → ∞ with a prior that does not vary by group: the population's posterior is that of the average observation."""
     prior = Moments(torch.randn(1, 4).double(), torch.rand(1, 4).double() + 0.5)
     x = torch.randn(64, 4, 3, 3, dtype=torch.float64) * 2 + 1
 
@@ -149,7 +150,7 @@ def test_inference_in_half_precision():
 
 def test_set_inference_sets_all_or_none():
     model = nn.Sequential(BatchKalmanNorm2d(3, statistics_batch_size=2), BatchKalmanNorm2d(3))
-    with pytest.raises(ValueError, match="layer '1'.*statistics_batch_size=None"):
+    with pytest.raises(ValueError, match=r"layer '1'.*statistics_batch_size=None"):
         set_inference(model, "example")
     assert model[0].inference == "population"
 

@@ -52,7 +52,9 @@ def via_torch_save(layer):
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), via_torch_save], ids=["deepcopy", "pickle", "save"]
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), via_torch_save],
+    ids=["deepcopy", "pickle", "save"],
 )
 def test_copies_work_and_leave_the_posterior_behind(duplicate):
     layer = used_layer()
@@ -129,7 +131,9 @@ def test_cumulative_average_goes_on_from_a_batchnorm_checkpoint():
     assert layer.values_tracked == 4 * 100
 
 
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)], ids=["half", "bf16", "to"])
+@pytest.mark.parametrize(
+    "cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)], ids=["half", "bf16", "to"]
+)
 def test_buffers_and_filter_stay_float32_without_rounding(cast):
     layer = used_layer()
     layer(torch.randn(4, 4, 5, 5), previous()).sum().backward()
@@ -218,6 +222,10 @@ def test_parameter_groups_keep_decay_off_norms_and_filter():
 
 def test_gains_for_logging():
     model = nn.ModuleDict(
-        {"a": BatchKalmanNorm2d(4), "b": BatchKalmanNorm2d(4, 3, gain=0.25), "c": BatchKalmanNorm2d(4, 4, per_channel_gain=True)}
+        {
+            "a": BatchKalmanNorm2d(4),
+            "b": BatchKalmanNorm2d(4, 3, gain=0.25),
+            "c": BatchKalmanNorm2d(4, 4, per_channel_gain=True),
+        }
     )
     assert gains(model) == pytest.approx({"b": 0.25, "c": 0.5})

@@ -128,12 +128,16 @@ def integrate(case: Case, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tens
     return middle + shift, (weight * (offsets - shift).square()).sum(0, keepdim=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float64, (0, 0)), (torch.float32, (6e-6, 3e-6))], ids=["float64", "float32"]
+)
 @every
-def test_as_exact_as_the_docstring_says(case):
+def test_as_exact_as_the_docstring_says(case, dtype, rounding):
     mean, deviation = grid()
-    off, ratio = relative_error(case(Moments(mean, deviation.square())), *integrate(case, mean, deviation))
-    assert off < case.error[0]
-    assert ratio < case.error[1]
+    found = case(Moments(mean.to(dtype), deviation.square().to(dtype)))
+    off, ratio = relative_error(found, *integrate(case, mean, deviation))
+    assert off < case.error[0] + rounding[0]
+    assert ratio < case.error[1] + rounding[1]
 
 
 @every

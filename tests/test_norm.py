@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from algorithm1 import State, train_step
 from torch import nn
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
+from algorithm1 import State, train_step
 from kalmannorm import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, Moments
 
 CASES = {
@@ -204,7 +204,9 @@ def test_layers_share_one_noise():
     layers = nn.ModuleList(BatchKalmanNorm2d(4, 3, noise=noise) for _ in range(3))
     assert layers[0].transition.noise is layers[2].transition.noise is noise
     assert sum(p is noise for p in layers.parameters()) == 1
-    total = sum(layer(torch.randn(2, 4, 3, 3), previous_moments(1, dtype=torch.float32)).square().sum() for layer in layers)
+    total = sum(
+        layer(torch.randn(2, 4, 3, 3), previous_moments(1, dtype=torch.float32)).square().sum() for layer in layers
+    )
     total.backward()
     assert noise.grad is not None
 

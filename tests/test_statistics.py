@@ -113,7 +113,9 @@ def test_a_bad_batch_leaves_all_buffers_and_is_counted(kind, bad):
     assert layer.num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("ask", [nn.Module.eval, nn.Module.state_dict, check_statistics], ids=["eval", "state_dict", "check"])
+@pytest.mark.parametrize(
+    "ask", [nn.Module.eval, nn.Module.state_dict, check_statistics], ids=["eval", "state_dict", "check"]
+)
 def test_a_skipped_batch_is_reported_when_asked(ask):
     """Where the forward may not wait for the device, the buffer remembers."""
     layer = BatchKalmanNorm2d(3)

@@ -50,9 +50,7 @@ def update_backward(
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
     observation_mean = trust * grad.mean + 2 * trust * doubt * surprise * grad.var
-    at_gain = grad.mean * surprise + grad.var * (
-        observation.var - prior.var + (1 - 2 * trust) * surprise.square()
-    )
+    at_gain = grad.mean * surprise + grad.var * (observation.var - prior.var + (1 - 2 * trust) * surprise.square())
     return (
         Moments(grad.mean - observation_mean, doubt * grad.var),
         Moments(observation_mean, trust * grad.var),

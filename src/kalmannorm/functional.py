@@ -23,7 +23,7 @@ def normalize(
     statistics_batch_size: int | None,
     eps: float,
 ) -> tuple[Tensor, Moments, Moments]:
-    """The diagonal op on checked arguments: output, posterior, observation. γ, β may differ by group: (C,) or (G, C)."""
+    """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
     if prior is None:
         mean = var = gain = None
     else:

@@ -293,8 +293,7 @@ class GroupedNorm(_NormBase):
                 return t.to(out.device)  # from t, not from out: rounding must not pass through half precision
             return out
 
-        # One level is enough for what this class owns; a transition keeps its own tensors by the same rule.
-        super()._apply(keep_float32, recurse)
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -328,7 +327,9 @@ class GroupedNorm(_NormBase):
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]
         parts += self._repr_parts()
         parts += [f"inference={self.inference!r}", f"eps={self.eps}", f"momentum={self.momentum}"]
-        parts += [f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)]
+        parts += [
+            f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)
+        ]
         return ", ".join(parts + (["frozen"] if self.frozen else []))
 
     def _repr_parts(self) -> list[str]:

@@ -177,7 +177,9 @@ class BatchKalmanNorm(GroupedNorm):
         return self._posterior
 
     @overload
-    def forward(self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[False] = ...) -> Tensor: ...
+    def forward(
+        self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[False] = ...
+    ) -> Tensor: ...
 
     @overload
     def forward(

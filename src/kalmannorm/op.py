@@ -111,7 +111,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     saved = list(ctx.saved_tensors)
     moments = saved[-4:]
     tensors = [saved.pop(0) if present else None for present in ctx.present]
-    x, prior_mean, prior_var, gain, weight, bias = tensors
+    x, prior_mean, prior_var, gain, weight, _ = tensors
     like = (x, *moments)
     given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)]
     dx, *per_group = batch_kalman_norm_backward(
@@ -141,37 +141,35 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
-    saved = list(ctx.saved_tensors)
-    groups = saved[-1].shape
+    *saved, moments = ctx.saved_tensors
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in saved[:-1]]
+        leaves = [t.detach().requires_grad_() for t in saved]
         outer, x, rest = leaves[:5], leaves[5], leaves[6:]
-        prior_mean, prior_var, gain, weight = (rest.pop(0) if present else None for present in ctx.present)
-        one = torch.ones(groups, dtype=outer[1].dtype, device=x.device)
-        # Rows of their own for every group, because the op returns these gradients before they are summed.
-        rows = [
-            None if t is None else t.to(one.dtype).expand(_row_shape(t)) * one
-            for t in (prior_mean, prior_var, gain, weight)
-        ]
-        scale = one.clone().requires_grad_() if rows[3] is None else rows[3]
-        shift = torch.zeros_like(one, requires_grad=True)
-        outputs = reference.batch_kalman_norm(x, *rows[:3], scale, shift, ctx.statistics_batch_size, ctx.eps)
-        inputs = [x, *rows[:3], scale, shift]
-        wanted = [t for t in inputs if t is not None]
+        ones = torch.ones_like(moments)
+
+        def next_rows(present: bool) -> Tensor | None:
+            """Rows of its own for every group, because the op returns these gradients before they are summed."""
+            if not present:
+                return None
+            t: Tensor = rest.pop(0)
+            return t.to(ones.dtype).expand(_row_shape(t)) * ones
+
+        prior_mean, prior_var, gain, weight = (next_rows(present) for present in ctx.present)
+        weight = ones.clone().requires_grad_() if weight is None else weight
+        bias = torch.zeros_like(ones, requires_grad=True)
+        inputs = (x, prior_mean, prior_var, gain, weight, bias)
+        outputs = reference.batch_kalman_norm(*inputs, ctx.statistics_batch_size, ctx.eps)
+        given = [(t, g) for t, g in zip(inputs, grads, strict=True) if t is not None]
         first = torch.autograd.grad(
-            outputs, wanted, outer, create_graph=True, allow_unused=True, materialize_grads=True
+            outputs, [t for t, _ in given], outer, create_graph=True, allow_unused=True, materialize_grads=True
         )
         pairs = [
-            (g1, g2)
-            for g1, g2 in zip(first, (g for g, t in zip(grads, inputs, strict=True) if t is not None), strict=True)
-            if g2 is not None and g1.requires_grad
+            (a, g.to(a.dtype)) for a, (_, g) in zip(first, given, strict=True) if g is not None and a.requires_grad
         ]
-        second = torch.autograd.grad(
-            [g1 for g1, _ in pairs], leaves, [g2.to(g1.dtype) for g1, g2 in pairs], allow_unused=True
-        )
-    result = list(second)
-    at_grads, at_x, rest = result[:5], result[5], result[6:]
-    return at_grads, at_x, *(rest.pop(0) if present else None for present in ctx.present), [None] * 4, None, None
+        second = torch.autograd.grad([a for a, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+    at_rest = list(second[6:])
+    optional = (at_rest.pop(0) if present else None for present in ctx.present)
+    return list(second[:5]), second[5], *optional, [None] * 4, None, None
 
 
 torch.library.register_autograd(batch_kalman_norm_backward, _differentiate_backward, setup_context=_save_backward)

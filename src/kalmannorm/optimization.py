@@ -1,4 +1,4 @@
-"""For the optimizer and the log: which parameters weight decay must leave alone, and how far each layer trusts its batch."""
+"""For the optimizer and the log: what weight decay must leave alone, and how far each layer trusts its batch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def gains(model: nn.Module) -> dict[str, float]:
-    """q of every layer that has a prior, by name (the mean over channels where it is per channel). Waits for the device."""
+    """q of every layer that has a prior, by name; the mean over channels where it is per channel."""
     found = {name: m.gain for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm)}
     return {name: float(gain.detach().mean()) for name, gain in found.items() if gain is not None}

@@ -44,7 +44,8 @@ class Rows:
 def mean_square(centred: Tensor, axis: int) -> Tensor:
     if axis == 2:
         # One vectorised pass; along another axis the norm is far slower than a product and a sum.
-        return torch.linalg.vector_norm(centred, dim=2).square_() / centred.shape[2]
+        norm: Tensor = torch.linalg.vector_norm(centred, dim=2)
+        return norm.square_() / centred.shape[2]
     return centred.square().mean(axis)
 
 
@@ -58,7 +59,7 @@ def forward(
     statistics_batch_size: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, posterior mean and variance, observed mean and variance, the last four (G, C); γ, β are (C,) or (G, C)."""
+    """Output, posterior mean and variance, observed mean and variance, all (G, C) but the first; γ, β as in op.py."""
     rows = Rows(x)
     examples = x.shape[0]
     size = group_size(examples, statistics_batch_size)
@@ -105,7 +106,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, and per group (G, C), not yet summed: at prior mean and variance, gain, weight and bias."""
     rows = Rows(x)
-    examples, channels = x.shape[:2]
+    examples = x.shape[0]
     size = group_size(examples, statistics_batch_size)
     grad_rows = Rows(grad_y)
     rho = torch.rsqrt(posterior.var + eps)
@@ -146,7 +147,16 @@ def reduce_gradient(rows: Rows, grad_rows: Rows, mean_NC: Tensor) -> tuple[Tenso
         mean, ones = mean_NC.reshape(-1), torch.ones(mean_NC.numel(), dtype=mean_NC.dtype)
         flat = (1, -1, rows.positions)
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            grad_rows.values.view(flat), rows.values.view(flat), ones, mean, ones, mean, ones, True, 0.0, [False, True, True]
+            grad_rows.values.view(flat),
+            rows.values.view(flat),
+            ones,
+            mean,
+            ones,
+            mean,
+            ones,
+            True,
+            0.0,
+            [False, True, True],
         )
         return total.view(mean_NC.shape), dot.view(mean_NC.shape)
     centred = rows.values - rows.spread(mean_NC)

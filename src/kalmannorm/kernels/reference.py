@@ -25,7 +25,7 @@ def batch_kalman_norm(
     m = statistics_batch_size or N
     shape = (1, C) + (1,) * (x.dim() - 2)
     over = [0, *range(2, x.dim())]
-    outputs, means, variances, seen_means, seen_variances = [], [], [], [], []
+    results: list[tuple[Tensor, ...]] = []
     for group, start in enumerate(range(0, N, m)):
 
         def row(t: Tensor | None, group: int = group) -> Tensor | None:
@@ -49,15 +49,7 @@ def batch_kalman_norm(
             y = y * scale.to(dtype).view(shape)
         if shift is not None:
             y = y + shift.to(dtype).view(shape)
-        outputs.append(y.to(x.dtype))
-        for store, value in zip(
-            (means, variances, seen_means, seen_variances), (mean, var, seen_mean, seen_var), strict=True
-        ):
-            store.append(value)
-    return (
-        torch.cat(outputs),
-        torch.stack(means),
-        torch.stack(variances),
-        torch.stack(seen_means),
-        torch.stack(seen_variances),
-    )
+        results.append((y.to(x.dtype), mean, var, seen_mean, seen_var))
+    outputs, *moments = zip(*results, strict=True)
+    mean, var, seen_mean, seen_var = (torch.stack(rows) for rows in moments)
+    return torch.cat(outputs), mean, var, seen_mean, seen_var

@@ -16,27 +16,19 @@ class Moments(NamedTuple):
     """Mean and variance of each channel, (G, C); `cov` (G, C, C) only where the full covariance is kept.
 
     `var` is always there and is the diagonal of `cov`. A named tuple, so that it passes through
-    `torch.compile`, checkpointing, DDP and pytrees as any tuple of tensors does.
+    `torch.compile`, checkpointing, DDP and pytrees as any tuple of tensors does. (It has methods but no properties:
+    torch.compile does not see through the properties of a named tuple.)
     """
 
     mean: Tensor
     var: Tensor
     cov: Tensor | None = None
 
-    @property
-    def groups(self) -> int:
-        return self.mean.shape[0]
-
-    @property
-    def channels(self) -> int:
-        return self.mean.shape[-1]
-
     def detach(self) -> Moments:
         return Moments(self.mean.detach(), self.var.detach(), None if self.cov is None else self.cov.detach())
 
-    def to(self, *args: torch.device | torch.dtype | str) -> Moments:
-        """As `Tensor.to`, for each part."""
-        return Moments(*(None if part is None else part.to(*args) for part in self))  # type: ignore[arg-type]
+    def to(self, dtype: torch.dtype) -> Moments:
+        return Moments(self.mean.to(dtype), self.var.to(dtype), None if self.cov is None else self.cov.to(dtype))
 
     def pooled(self, share: Tensor | None = None) -> Moments:
         """One row (1, C): the moments of all groups' values together, by the law of total variance.

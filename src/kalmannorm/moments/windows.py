@@ -177,9 +177,6 @@ def kinds(axis: Axis) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 _tensors: dict[tuple[tuple[Axis, ...], torch.dtype, torch.device], tuple[Tensor, ...]] = {}
 
 
-# Under torch.compile the tensors become constants of the graph, on the right device; without the cache every step would
-# copy them there from the host, which also no CUDA graph allows.
-@torch.compiler.assume_constant_result  # type: ignore
 def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """For each axis its rows of taps (kinds, kernel); then, over all axes, the share of each kind and of each tap.
 
@@ -203,3 +200,9 @@ def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) ->
     if not faked:
         _tensors[key] = built
     return built
+
+
+# Under torch.compile the tensors become constants of the graph, on the right device; without the cache every step would
+# copy them there from the host, which also no CUDA graph allows. torch.compiler.assume_constant_result sets this mark
+# too, but imports the whole compiler to do so: two seconds more for `import kalmannorm`.
+windows._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,142 @@
+"""The same promises on a CUDA device, which the other tests do not touch. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kalmannorm import BatchKalmanNorm2d, batch_kalman_norm, check_statistics, moments, set_inference
+from kalmannorm.kernels import reference
+from kalmannorm.op import batch_kalman_norm as op
+from test_inference import Net
+from test_op import SHAPES, TOLERANCE, arguments, channels_last, relative_error, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("m", [1, 2, 3, 16])
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (16, 64, 28, 28)], ids=str)
+def test_matches_reference(shape, m, layout, dtype):
+    inputs = arguments(shape, m, dtype, device="cuda")
+    if layout == "channels_last":
+        inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
+    inputs = [t.detach().cuda().requires_grad_() for t in inputs]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grads = [torch.randn_like(o) for o in op(*inputs, m, 1e-5)]
+    actual, actual_grads = run(op, inputs, m, grads)
+    expected, expected_grads = run(reference.batch_kalman_norm, exact, m, grads)
+    for index, (a, e) in enumerate(zip((*actual, *actual_grads), (*expected, *expected_grads), strict=True)):
+        assert relative_error(a, e) < TOLERANCE[dtype], f"result {index}"
+    assert actual[0].stride() == inputs[0].stride()
+
+
+def test_gradcheck():
+    inputs = [t.detach().cuda().requires_grad_() for t in arguments((4, 2, 3), 2)]
+    assert torch.autograd.gradcheck(lambda *a: op(*a, 2, 1e-5), inputs)
+    torch.library.opcheck(op, (*inputs, 2, 1e-5))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_training_with_autocast_and_compile(memory_format):
+    model = Net().cuda().to(memory_format=memory_format)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(8, 3, 7, 6, device="cuda").contiguous(memory_format=memory_format)
+        with torch.autocast("cuda", torch.bfloat16):
+            expected, actual = model(x), compiled(x)
+        assert actual.dtype == torch.bfloat16
+        assert model.norms[2].posterior.mean.dtype == torch.float32
+        assert relative_error(actual, expected) < 3e-2
+        actual.float().square().mean().backward()
+        expected.float().square().mean().backward()
+    for name, p in twin.named_parameters():
+        assert torch.isfinite(p.grad).all(), name
+
+
+def test_nothing_waits_for_the_device_in_a_training_step():
+    model = Net().cuda()
+    x = torch.randn(8, 3, 7, 6, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_training_step_goes_into_a_cuda_graph():
+    model = Net().cuda()
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 3, 7, 6, device="cuda")
+
+    def step(net):
+        net.zero_grad(set_to_none=False)
+        net(x).square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(twin)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(twin)
+    graph.replay()
+    for _ in range(4):
+        step(model)
+    torch.cuda.synchronize()
+    for (name, p), q in zip(model.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(q, p, msg=name)
+
+
+def test_bad_batch_is_reported_when_asked():
+    layer = BatchKalmanNorm2d(3).cuda()
+    layer(torch.full((2, 3, 4, 4), float("nan"), device="cuda"))
+    assert torch.equal(layer.running_mean, torch.zeros(3, device="cuda"))
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        assert check_statistics(nn.ModuleDict({"norm": layer})) == {"norm": 1}
+
+
+@pytest.mark.parametrize("mode", ["population", "batch", "example"])
+def test_inference_equals_the_cpu(mode):
+    torch.backends.cudnn.allow_tf32 = False
+    net = Net()
+    net(torch.randn(8, 3, 7, 6))
+    set_inference(net, mode)
+    x = torch.randn(5, 3, 7, 6)
+    expected = net.eval()(x)
+    actual = copy.deepcopy(net).cuda()(x.cuda())
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_moments_travel_on_the_device():
+    conv, weight, bias = nn.Conv2d(4, 6, 3, padding=1), torch.randn(4), torch.randn(4)
+
+    def prior(device):
+        belief = moments.belief(weight.to(device), bias.to(device))
+        here = copy.deepcopy(conv).to(device)
+        return moments.convolution(moments.relu(belief), here.weight, here.bias, padding=1, input_size=(8, 8))
+
+    on_cpu, on_cuda = prior("cpu"), prior("cuda")
+    torch.testing.assert_close(on_cuda.mean.cpu(), on_cpu.mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(on_cuda.var.cpu(), on_cpu.var, rtol=1e-4, atol=1e-5)
+
+
+def test_large_tensor_offsets():
+    """More than 2^31 values: sizes must not wrap."""
+    x = torch.randn(33, 64, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    y, posterior = batch_kalman_norm(x, None, None, None, None, statistics_batch_size=2)
+    last = x[32:].float()
+    torch.testing.assert_close(posterior.mean[-1], last.mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    assert y[32:].float().std().item() == pytest.approx(1, abs=1e-2)
