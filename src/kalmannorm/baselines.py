@@ -16,9 +16,10 @@ from torch import Tensor
 from kalmannorm.checks import check_enough_values
 from kalmannorm.functional import normalize
 from kalmannorm.grouped import GroupedNorm, Inference
-from kalmannorm.groups import group_size, group_sizes
+from kalmannorm.groups import group_size
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
+from kalmannorm.statistics import average_groups
 
 
 class GhostBatchNorm(GroupedNorm):
@@ -128,9 +129,8 @@ class BatchRenorm(GroupedNorm):
         return plain.apply(x, observation, *self._affine(observation), size, self.eps), observation
 
     def _pool(self, posterior: Moments, examples: int, size: int) -> Moments:
-        share = group_sizes(examples, size, posterior.mean) / examples
-        sigma = (share * torch.sqrt(posterior.var + self.eps)).sum(0)
-        return Moments((share * posterior.mean).sum(0), sigma.square() - self.eps)
+        sigma = average_groups(torch.sqrt(posterior.var + self.eps), examples, size)
+        return Moments(average_groups(posterior.mean, examples, size), sigma.square() - self.eps)
 
     def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.running_mean is not None and self.running_var is not None

@@ -4,14 +4,15 @@ A batch of N examples holds G = ceil(N / m) groups of m neighbours; the last may
 first taken per example (N, C), where memory is read once in the order it lies, and then merged per group here, so
 no layout has to be copied and a ragged last group costs nothing. m = 0 means the whole batch is one group.
 
-Nothing here depends on the values of a tensor or branches on a symbolic batch size, so exports stay dynamic.
+Nothing here depends on the values of a tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kalmannorm.moments import Moments
 
@@ -30,19 +31,38 @@ def group_count(examples: int, size: int) -> int:
     return (examples + size - 1) // size
 
 
-def group_sizes(examples: int, size: int, like: Tensor) -> Tensor:
-    """Examples in each group, (G, 1), in the dtype and on the device of `like`."""
+def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:
+    """Examples in each group: one number where all are alike, else (G, 1) in the dtype and on the device of `like`."""
+    if examples % size == 0:
+        return size
     starts = torch.arange(group_count(examples, size), device=like.device, dtype=like.dtype) * size
     return (examples - starts).clamp(max=size).unsqueeze(1)
 
 
+def reduce_groups(rows_NC: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `reduce` (G, m, C) -> (G, C) to whole groups, and to a smaller last one by itself."""
+    examples, channels = rows_NC.shape
+    whole = examples - examples % size
+    if whole == examples:
+        return reduce(rows_NC.reshape(-1, size, channels))
+    last = reduce(rows_NC[whole:].unsqueeze(0))
+    return torch.cat([reduce(rows_NC[:whole].reshape(-1, size, channels)), last]) if whole else last
+
+
 def sum_groups(rows_NC: Tensor, size: int) -> Tensor:
     """Sum the rows of each group: (N, C) -> (G, C)."""
-    examples, channels = rows_NC.shape
-    if size == 1:
-        return rows_NC
-    groups = group_count(examples, size)
-    return F.pad(rows_NC, (0, 0, 0, groups * size - examples)).view(groups, size, channels).sum(1)
+    return rows_NC if size == 1 else reduce_groups(rows_NC, size, lambda rows: rows.sum(1))
+
+
+def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
+    """Mean of the rows of each group: (N, C) -> (G, C)."""
+
+    def mean(rows_GmC: Tensor) -> Tensor:
+        # Relative to the group's first example, or the sum of m means would round where |mean| ≫ σ.
+        first = rows_GmC[:, :1]
+        return first.squeeze(1) + (rows_GmC - first).mean(1)
+
+    return rows_NC if size == 1 else reduce_groups(rows_NC, size, mean)
 
 
 def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
@@ -52,26 +72,14 @@ def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
         return moments_GC.expand(examples, channels)
     if size == 1:
         return moments_GC
-    return moments_GC.unsqueeze(1).expand(groups, size, channels).reshape(groups * size, channels)[:examples]
-
-
-def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
-    """Mean of the rows of each group: (N, C) -> (G, C)."""
-    if size == 1:
-        return rows_NC
-    examples = rows_NC.shape[0]
-    # Relative to each group's first example, or the sum of m means would round where |mean| ≫ σ.
-    first = rows_NC[::size]
-    offset_NC = rows_NC - expand_groups(first, examples, size)
-    return first + sum_groups(offset_NC, size) / group_sizes(examples, size, rows_NC)
+    rows = moments_GC.unsqueeze(1).expand(groups, size, channels).reshape(groups * size, channels)
+    return rows if groups * size == examples else rows[:examples]
 
 
 def merge_examples(example: Moments, size: int) -> Moments:
     """Moments of each group from those of its examples: average variance plus variance of the means (Chan)."""
     if size == 1:
         return example
-    examples = example.mean.shape[0]
     mean = mean_groups(example.mean, size)
-    spread_NC = example.mean - expand_groups(mean, examples, size)
-    total = sum_groups(example.var + spread_NC * spread_NC, size)
-    return Moments(mean, total / group_sizes(examples, size, total))
+    spread_NC = example.mean - expand_groups(mean, example.mean.shape[0], size)
+    return Moments(mean, mean_groups(example.var + spread_NC * spread_NC, size))

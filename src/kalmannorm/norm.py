@@ -172,7 +172,8 @@ class BatchKalmanNorm(GroupedNorm):
     def posterior(self) -> Moments | None:
         """The posterior of the last forward, with its gradient, until the next forward or `release()`.
 
-        It is never copied, pickled or saved.
+        It is never copied, pickled or saved. It keeps the graph of that forward alive: `release()` it after the
+        backward where that matters, such as before capturing a CUDA graph.
         """
         return self._posterior
 

@@ -18,16 +18,20 @@ from kalmannorm.groups import group_sizes
 from kalmannorm.moments import Moments
 
 
+def average_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
+    """The average over groups, each weighted by its examples: (G, C) -> (C,)."""
+    return (moments_GC * (group_sizes(examples, size, moments_GC) / examples)).sum(0)
+
+
 def pool_batch(moments: Moments, examples: int, size: int, *, total_variance: bool) -> Moments:
     """One row (C,) for the whole batch, groups weighted by their examples."""
     mean, var = moments.mean, moments.var
     if moments.mean.shape[0] == 1:
         return Moments(mean[0], var[0])
-    share = group_sizes(examples, size, mean) / examples
+    average = average_groups(mean, examples, size)
     if total_variance:
-        pooled = Moments(mean, var).pooled(share.squeeze(1))
-        return Moments(pooled.mean[0], pooled.var[0])
-    return Moments((share * mean).sum(0), (share * var).sum(0))
+        var = var + (mean - average).square()
+    return Moments(average, average_groups(var, examples, size))
 
 
 def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
