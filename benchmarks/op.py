@@ -1,8 +1,9 @@
 """Time of `kalmannorm.batch_kalman_norm`, forward and backward, beside `F.batch_norm` in the same run: `make bench`.
 
-Each contender first has to be right: output and every gradient are compared with `kalmannorm.kernels.reference` in
-float64, and no time is printed where one is off. Then contenders take turns, round after round, so that whatever else
-the machine does meets all of them alike; a ratio is the median over rounds of (contender / F.batch_norm in that round).
+First every contender has to be right in every case: output and all gradients are compared with
+`kalmannorm.kernels.reference` in float64, and no time is printed where one is off. Then contenders take turns, round
+after round, so that whatever else the machine does meets all of them alike; a ratio is the median over rounds of
+(contender / F.batch_norm in that round).
 
     F.batch_norm        training mode, statistics of the whole batch, no running buffers
     BKN m = N           the op with a prior, one group
@@ -114,18 +115,17 @@ def expected(inputs: Inputs, statistics_batch_size: int, prior: bool) -> list[Te
     return [y.detach(), *torch.autograd.grad(y, wanted, inputs.upstream.double())]
 
 
-def check(case: Case, inputs: Inputs, steps: dict[str, Step]) -> None:
+def check(case: Case, inputs: Inputs) -> None:
     """Stop the program where a contender is off by more than rounding, relative to the largest value of each result."""
     tolerance = 2e-2 if case.dtype == torch.bfloat16 else 1e-4
     groups = {BASELINE: (0, False), "BKN m = N": (0, True), "BKN m = 2": (2, True), "BN loop, m = 2": (2, False)}
     parts = ("output", "gradient of x", "of weight", "of bias", "of prior mean", "of prior var", "of gain")
-    for name, step in steps.items():
+    for name, step in contenders(inputs).items():
         for part, got, truth in zip(parts, step(), expected(inputs, *groups[name]), strict=False):
             error = ((got.double() - truth).abs().max() / truth.abs().max()).item()
             if not error < tolerance:
-                sys.exit(
-                    f"wrong, so not timed: {name} at {case}: {part} is off by {error:.1e} (allowed {tolerance:.0e})"
-                )
+                where = " ".join(str(case).split())
+                sys.exit(f"wrong, so not timed: {name} at {where}: {part} is off by {error:.1e}, not {tolerance:.0e}")
 
 
 def measure(case: Case, steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
@@ -176,7 +176,11 @@ def summary(case: Case, times: dict[str, list[float]]) -> list[dict[str, object]
 def commit() -> str:
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -208,21 +212,23 @@ def cases() -> list[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the op beside F.batch_norm.")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each shape and layout (default 3)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as torch sees fit)")
     parser.add_argument("--output", type=Path, metavar="FILE.csv", help="also write the table with its origin")
     options = parser.parse_args()
     if options.output is not None and not options.output.parent.is_dir():
         parser.error(f"--output: there is no folder {options.output.parent}")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
+    for case in cases():
+        check(case, Inputs(case))
     source = origin()
-    print(f"forward + backward, ms; {source['hardware']}, {source['threads']} threads, torch {source['torch']}\n")
+    print(f"forward + backward, ms; {source['hardware']}, threads {source['threads']}, torch {source['torch']}\n")
     heading = f"{'':<49} {'contender':<15}{'median':>9}{'p20':>9}{'p80':>9}{'ratio':>8}"
     print(heading)
     rows: list[dict[str, object]] = []
     for case in cases():
-        inputs = Inputs(case)
-        steps = contenders(inputs)
-        check(case, inputs, steps)
-        for row in summary(case, measure(case, steps, options.seconds)):
+        for row in summary(case, measure(case, contenders(Inputs(case)), options.seconds)):
             rows.append({**row, **source})
             label = str(case) if row["contender"] == BASELINE else ""
             times = "".join(f"{row[key]:>9.2f}" for key in ("median_ms", "p20_ms", "p80_ms"))

@@ -248,6 +248,18 @@ def findings(records: list[Record], statistics_batches: list[int]) -> str:
     return "\n".join(sentences)
 
 
+def origin(command: str) -> Record:
+    """What a number depends on beside the code."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "scikit-learn": sklearn.__version__,
+        "kalmannorm": kalmannorm.__version__,
+        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "command": command,
+    }
+
+
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -278,22 +290,15 @@ def main() -> None:
 
     start = time.perf_counter()
     records = run_all(options.statistics_batches, options.seeds, options.epochs)
-    origin = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "scikit-learn": sklearn.__version__,
-        "kalmannorm": kalmannorm.__version__,
-        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
-        "command": shlex.join(["python", "examples/digits.py", *sys.argv[1:]]),
-    }
+    source = origin(shlex.join(["python", "examples/digits.py", *sys.argv[1:]]))
     if options.output is not None:
-        options.output.write_text("".join(json.dumps({**record, **origin}) + "\n" for record in records))
+        options.output.write_text("".join(json.dumps({**record, **source}) + "\n" for record in records))
     seeds = f"{options.seeds} seed" + ("s, mean ± standard deviation" if options.seeds > 1 else "")
     print(f"Test accuracy in %, {TEST_IMAGES} images, {options.epochs} epochs, {seeds}\n")
     print(table(records, options.statistics_batches))
     print(f"\n{findings(records, options.statistics_batches)}")
     seconds = time.perf_counter() - start
-    print(f"{len(records)} runs took {seconds:.0f} s on {origin['hardware']}, torch {torch.__version__}.")
+    print(f"{len(records)} runs took {seconds:.0f} s on {source['hardware']}, torch {torch.__version__}.")
 
 
 if __name__ == "__main__":

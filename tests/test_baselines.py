@@ -115,10 +115,13 @@ def test_renorm_batch_inference_equals_training():
     layer = BatchRenorm2d(4, statistics_batch_size=2, warmup_steps=0, r_steps=1, d_steps=1)
     for _ in range(5):
         layer(torch.randn(6, 4, 3, 3) * 2)
-    x = torch.randn(5, 4, 3, 3)
+    x = torch.randn(5, 4, 3, 3, requires_grad=True)
     layer.eval().set_inference("batch")
     inference = layer(x)
-    torch.testing.assert_close(inference, layer.train()(x), rtol=1e-4, atol=1e-5)
+    training = layer.train()(x)
+    torch.testing.assert_close(inference, training, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(y.pow(3).sum(), x)[0] for y in (inference, training)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
 
 
 def test_renorm_refuses_what_it_cannot_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from kalmannorm import Moments, batch_kalman_norm
@@ -248,3 +249,19 @@ def test_full_covariance_matches_its_definition(N):
         covariance = torch.cov(values, correction=0)
         fused = (1 - q) * torch.diag(var[group].detach()) + q * covariance + q * (1 - q) * torch.outer(d, d)
         assert_same([posterior.cov[group].detach()], [fused], 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_fake_results_have_the_real_shapes_strides_and_dtypes(layout):
+    """What torch.compile plans with is what the op returns, forward and backward."""
+    inputs = arguments((5, 3, 2, 4), 2, torch.bfloat16)
+    if layout == "channels_last":
+        inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
+    real = op(*inputs, 2, 1e-5)
+    real_grads = torch.autograd.grad(real[0].sum(), inputs)
+    with FakeTensorMode() as mode:
+        faked = [mode.from_tensor(t) for t in inputs]
+        fake = op(*faked, 2, 1e-5)
+        fake_grads = torch.autograd.grad(fake[0].sum(), faked)
+    for r, f in zip((*real, *real_grads), (*fake, *fake_grads), strict=True):
+        assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)

@@ -5,7 +5,7 @@ trained nets, how far the σ that a batch is normalized with in training lies fr
 
     ratio = sqrt(posterior var of a batch / running var)      per channel and batch; 1 where the two agree
 
-Batch norm's posterior is the batch's own variance. About 8 minutes on two CPU cores:
+Batch norm's posterior is the batch's own variance. "gain" is q, the trust in the batch, averaged over seeds. About 8 minutes on two CPU cores:
 
     python docs/figures/measure.py
 """
@@ -13,8 +13,6 @@ Batch norm's posterior is the batch's own variance. About 8 minutes on two CPU c
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -24,15 +22,14 @@ from torch import Tensor, nn
 
 import kalmannorm
 
-HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
+RECORDS = Path(__file__).parent / "records"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import digits  # noqa: E402
 
 SEEDS = 5
 STATISTICS_BATCHES = (2, 1)
-METHODS = ("BN", "BKN learned", "BKN weights")
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
@@ -61,40 +58,38 @@ def ratios(net: digits.DigitsNet, statistics_batch: int) -> list[Tensor]:
     return found
 
 
-def measure_deviation() -> list[dict[str, object]]:
-    records: list[dict[str, object]] = []
-    for method in METHODS:
+def trust(net: digits.DigitsNet) -> list[float]:
+    """q of every norm; 1 where there is no prior."""
+    gains = kalmannorm.gains(net)
+    return [gains.get(f"norms.{index}", 1.0) for index in range(len(net.norms))]
+
+
+def measure_deviation() -> None:
+    origin = digits.origin("python docs/figures/measure.py")
+    lines = []
+    for method in digits.METHODS:
         for statistics_batch in STATISTICS_BATCHES:
-            nets = [
-                ratios(digits.train(method, statistics_batch, seed, digits.EPOCHS), statistics_batch)
-                for seed in range(SEEDS)
-            ]
-            for layer, of_seeds in enumerate(zip(*nets, strict=True), 1):
+            nets = [digits.train(method, statistics_batch, seed, digits.EPOCHS) for seed in range(SEEDS)]
+            gains = torch.tensor([trust(net) for net in nets]).mean(0)
+            of_layers = zip(*(ratios(net, statistics_batch) for net in nets), strict=True)
+            for layer, of_seeds in enumerate(of_layers):
                 ratio = torch.stack(of_seeds)
-                at = torch.quantile(ratio.flatten(), torch.tensor(PERCENTILES) / 100)
-                records.append(
-                    {
-                        "method": method,
-                        "gradient_batch": digits.GRADIENT_BATCH,
-                        "statistics_batch": statistics_batch,
-                        "layer": layer,
-                        **{
-                            f"p{percentile}": round(value, 4)
-                            for percentile, value in zip(PERCENTILES, at.tolist(), strict=True)
-                        },
-                        "batches": ratio.shape[1],
-                        "channels": ratio.shape[2],
-                        "seeds": SEEDS,
-                        "epochs": digits.EPOCHS,
-                        "torch": torch.__version__,
-                        "python": platform.python_version(),
-                        "kalmannorm": kalmannorm.__version__,
-                        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
-                        "command": "python docs/figures/measure.py",
-                    }
-                )
-            print(f"deviation: {method} at m = {statistics_batch}: {SEEDS} seeds", file=sys.stderr)
-    return records
+                values = torch.quantile(ratio.flatten(), torch.tensor(PERCENTILES) / 100).tolist()
+                record = {
+                    "method": method,
+                    "gradient_batch": digits.GRADIENT_BATCH,
+                    "statistics_batch": statistics_batch,
+                    "layer": layer + 1,
+                    **{f"p{rank}": round(value, 4) for rank, value in zip(PERCENTILES, values, strict=True)},
+                    "gain": round(gains[layer].item(), 4),
+                    "batches": ratio.shape[1],
+                    "channels": ratio.shape[2],
+                    "seeds": SEEDS,
+                    "epochs": digits.EPOCHS,
+                }
+                lines.append(json.dumps({**record, **origin}) + "\n")
+            print(f"deviation: {method} at m = {statistics_batch}, {SEEDS} seeds", file=sys.stderr)
+    (RECORDS / "deviation.jsonl").write_text("".join(lines))
 
 
 def measure_accuracy() -> None:
@@ -104,11 +99,9 @@ def measure_accuracy() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    records = HERE / "records"
-    records.mkdir(exist_ok=True)
-    lines = "".join(json.dumps(record) + "\n" for record in measure_deviation())
-    (records / "deviation.jsonl").write_text(lines)
+    torch.set_num_threads(1)  # nets this small gain nothing from more
+    RECORDS.mkdir(exist_ok=True)
+    measure_deviation()
     measure_accuracy()
 
 
