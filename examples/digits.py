@@ -1,6 +1,10 @@
 """Batch norm beside Batch Kalman Normalization on real digits, when few examples share their statistics: `make demo`.
 
-CLAIM
+In about a minute on two CPU cores it shows what batches of 1 cost: with the running statistics that a deployed net uses
+("population"), batch norm falls from 98.8 to 89.7 % as 64, then 1, examples share their statistics; BKN falls from 98.8
+to 97.7 % (weights) or from 98.6 to 95.6 % (learned). At 2 all hold here, digits being easy, unless inference takes the
+test batch's own statistics ("batch"): 96.2 % for batch norm, 98 % for BKN. (x86, 5 seeds, standard deviation at most
+2 points; every run is in docs/figures/records/accuracy.jsonl.)
 
 Trains one small convolutional net on scikit-learn's 1,797 digits of 8×8 pixels (half to train on, half to test on) in
 three ways, which share initialisation, data order, optimizer and schedule:

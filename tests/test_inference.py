@@ -164,7 +164,7 @@ def test_export_holds_no_trace_of_us(mode, channels_last):
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(4, 3, 7, 6).contiguous(memory_format=memory_format)
     batch = 2 * torch.export.Dim("groups", min=2, max=32) if mode == "batch" else torch.export.Dim("batch", max=64)
-    program = torch.export.export(net, (x,), dynamic_shapes={"x": {0: batch}})
+    program = torch.export.export(net, (x,), strict=False, dynamic_shapes={"x": {0: batch}})
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not [t for t in targets if "kalmannorm" in t]
     for N in (4, 6, 12) if mode == "batch" else (2, 4, 7):

@@ -73,9 +73,17 @@ def test_observations_have_a_momentum_of_their_own():
     x, prior = shifting_data(8), Moments(torch.full((1, 3), 9.0).double(), torch.ones(1, 3).double())
     layer(x, prior)
     mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
-    torch.testing.assert_close(layer.observed_mean, 0.25 * mean)
-    torch.testing.assert_close(layer.observed_var, 0.75 + 0.25 * var + 0.25 * 0.75 * mean**2)
     torch.testing.assert_close(layer.running_mean, 0.1 * (0.5 * mean + 4.5))
+    torch.testing.assert_close(layer.observed_mean, mean)  # a plain average at first: nothing of the start is left
+    torch.testing.assert_close(layer.observed_var, var)
+    for _ in range(2):  # shares 1/2 and 1/3, still above the momentum
+        layer(x - 1, prior)
+    torch.testing.assert_close(layer.observed_mean, mean - 2 / 3)
+    torch.testing.assert_close(layer.observed_var, var + 2 / 9)
+    layer(x - 1, prior)
+    before = layer.observed_mean.clone()
+    layer(x + 3, prior)  # 1/5 < 0.25: the momentum has taken over
+    torch.testing.assert_close(layer.observed_mean, 0.75 * before + 0.25 * (mean + 3))
 
 
 def test_eval_and_no_tracking_move_nothing():

@@ -5,7 +5,9 @@ trained nets, how far the σ that a batch is normalized with in training lies fr
 
     ratio = sqrt(posterior var of a batch / running var)      per channel and batch; 1 where the two agree
 
-Batch norm's posterior is the batch's own variance. "gain" is q, the trust in the batch, averaged over seeds. About 8 minutes on two CPU cores:
+Batch norm's posterior is the batch's own variance. "gain" is q, the trust in the batch, averaged over seeds.
+
+About 6 minutes on two CPU cores, from the repository's root:
 
     python docs/figures/measure.py
 """

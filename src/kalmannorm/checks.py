@@ -22,7 +22,7 @@ def check_input(x: Tensor, statistics_batch_size: int | None) -> None:
 def check_statistics_batch_size(value: int | None) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"statistics_batch_size must be an int or None, got {value!r}")
     if isinstance(value, int) and value < 1:
         raise ValueError(f"statistics_batch_size must be at least 1, got {value}; None takes the whole batch")
@@ -60,7 +60,7 @@ def check_gain(gain: Tensor | float | None, x: Tensor) -> Tensor:
     if gain is None:
         raise ValueError("gain must be given where there is a prior: a number in (0, 1) or a tensor, got None")
     if not isinstance(gain, Tensor):
-        if isinstance(gain, bool) or not isinstance(gain, int | float):
+        if isinstance(gain, bool) or not isinstance(gain, (int, float)):
             raise TypeError(f"gain must be a number in (0, 1) or a tensor, got {gain!r}")
         if not 0 < gain < 1:
             raise ValueError(f"gain must lie inside (0, 1), got {gain}; pass prior=None to trust the observation alone")

@@ -27,8 +27,9 @@ def normalize(
     if prior is None:
         mean = var = gain = None
     else:
-        mean, var = (part.to(statistics_dtype(x)) for part in prior[:2])
-        gain = None if gain is None else gain.to(mean.dtype)
+        dtype = statistics_dtype(x)
+        mean, var = prior.mean.to(dtype), prior.var.to(dtype)
+        gain = None if gain is None else gain.to(dtype)
     x = x.contiguous(memory_format=op.memory_format_of(x))
     y, *moments = op.batch_kalman_norm(x, mean, var, gain, weight, bias, statistics_batch_size or 0, eps)
     return y, Moments(*moments[:2]), Moments(*moments[2:])

@@ -234,7 +234,8 @@ class GroupedNorm(_NormBase):
 
         store(self.running_mean, self.running_var, self._moved(population, alpha))
         if self.observed_mean is not None and self.observed_var is not None:
-            alpha = cumulative if self.momentum is None else self.observation_momentum
+            # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
+            alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
             new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
             store(self.observed_mean, self.observed_var, new)
         self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))

@@ -30,7 +30,10 @@ class BatchKalmanNorm(GroupedNorm):
     """Batch norm whose statistics are a prior from the layer before, fused with what the batch shows.
 
     Use `BatchKalmanNorm1d`, `2d` or `3d`. Without `prior_features`, or without `previous` in a call, it is batch norm
-    on groups of `statistics_batch_size` examples.
+    on groups of `statistics_batch_size` examples. Layers are chained by handing the posterior on:
+
+        y = self.norm1(self.conv1(x))
+        z = self.norm2(self.conv2(y.relu()), self.norm1.posterior)
 
     Args:
         num_features: channels C of x.
@@ -47,7 +50,7 @@ class BatchKalmanNorm(GroupedNorm):
         total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
             False is the plain moving average of the paper's Algorithm 1.
         momentum: α of the running statistics; None weights all values seen alike.
-        observation_momentum: α of the observed statistics that `example` inference needs.
+        observation_momentum: α of the observed statistics that `example` inference needs; a plain average at first.
         eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
             are float32 (float64 for float64) whatever `dtype` and `.half()` say.
     """
@@ -118,7 +121,7 @@ class BatchKalmanNorm(GroupedNorm):
     ) -> None:
         if transition not in TRANSITIONS:
             raise ValueError(f"transition must be one of {', '.join(map(repr, TRANSITIONS))}, got {transition!r}")
-        if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain < 1:
+        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 < gain < 1:
             raise ValueError(f"gain must be a number inside (0, 1), got {gain!r}")
         if prior_features is not None and (not isinstance(prior_features, int) or prior_features < 1):
             raise ValueError(f"prior_features must be a positive int or None, got {prior_features!r}")

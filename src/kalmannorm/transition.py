@@ -19,8 +19,8 @@ TRANSITIONS = ("learned", "identity", "weights")
 class LearnedTransition(nn.Module):
     """A (C, P), dense or of low rank, starting at zero, and the noise r, starting at 1.
 
-    At the start the prior is therefore N(0, r) whatever the layer before says, which is what a freshly initialised
-    layer fed normalized features produces; the means then teach A where to go.
+    At the start the prior is therefore N(0, r) whatever the layer before says, about what a He-initialised layer makes
+    of normalized features; the means then teach A where to go.
 
     `noise` holds r. It enters as |noise|, so that no optimizer step can make the variance negative.
     """

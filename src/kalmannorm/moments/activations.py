@@ -37,7 +37,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +94,7 @@ def _tail(mean: Tensor, var: Tensor, deviation: Tensor, knot: float, above: Tens
 
 
 def _weighted(coefficients: Sequence[Coefficient], tail: Sequence[Tensor]) -> Tensor:
-    terms = [c * moment for c, moment in zip(coefficients, tail, strict=False) if not _absent(c)]
+    terms = [c * moment for c, moment in zip(coefficients, tail[: len(coefficients)], strict=True) if not _absent(c)]
     return functools.reduce(torch.add, terms, torch.zeros_like(tail[0]))
 
 
@@ -121,7 +120,7 @@ def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -
 
     first = curve * var  # E[f - f(mean)]
     second = slope * slope * var + 3 * first * first  # E[(f - f(mean))²]
-    for knot, beyond, left, right in zip(knots, above, pieces, pieces[1:], strict=False):
+    for knot, beyond, left, right in zip(knots, above, pieces[:-1], pieces[1:], strict=True):
         tail = _tail(mean, var, deviation, knot, beyond)
         below, over = _about(left, knot), _about(right, knot)
         jump = (over[0] - below[0], over[1] - below[1], over[2] - below[2])
@@ -247,28 +246,26 @@ def mish(m: Moments) -> Moments:
     return through(m, F.mish)
 
 
-ACTIVATIONS: Mapping[str, Callable[..., Moments]] = MappingProxyType(
-    {
-        function.__name__: function
-        for function in (
-            identity,
-            relu,
-            leaky_relu,
-            prelu,
-            relu6,
-            hardtanh,
-            hardsigmoid,
-            hardswish,
-            gelu,
-            silu,
-            sigmoid,
-            tanh,
-            elu,
-            celu,
-            selu,
-            softplus,
-            mish,
-        )
-    }
-)
+ACTIVATIONS: Mapping[str, Callable[..., Moments]] = {
+    function.__name__: function
+    for function in (
+        identity,
+        relu,
+        leaky_relu,
+        prelu,
+        relu6,
+        hardtanh,
+        hardsigmoid,
+        hardswish,
+        gelu,
+        silu,
+        sigmoid,
+        tanh,
+        elu,
+        celu,
+        selu,
+        softplus,
+        mish,
+    )
+}
 """Each under the name it has in `torch.nn.functional`, taking the same options."""

@@ -131,6 +131,6 @@ def select(m: Moments, index: slice | Sequence[int] | Tensor) -> Moments:
     """Some channels, or all in another order: a slice, a list of channels, or a tensor of them (or a mask)."""
     if isinstance(index, int):
         raise TypeError(f"select: `index` must be a slice, a list or a tensor of channels, got {index}; use [{index}]")
-    which = index if isinstance(index, slice | Tensor) else list(index)
+    which = index if isinstance(index, (slice, Tensor)) else list(index)
     cov = None if m.cov is None else m.cov[:, which][:, :, which]
     return Moments(m.mean[:, which], m.var[:, which], cov)

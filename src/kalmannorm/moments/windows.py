@@ -49,7 +49,7 @@ def _outputs(axis: Axis) -> int:
 
 def _per_axis(name: str, value: Size, dims: int, least: int) -> tuple[int, ...]:
     given = (value,) * dims if isinstance(value, int) else value
-    values = tuple(given) if isinstance(given, tuple | list) else ()
+    values = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(values) != dims or any(not isinstance(each, int) for each in values):
         raise ValueError(f"convolution: `{name}` must be one int or {dims} (one for each axis), got {value!r}")
     if any(each < least for each in values):
