@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import torch
 from torch import nn
 
 README = Path(__file__).parents[1] / "README.md"
+RECORDS = README.parent / "docs" / "figures" / "records"
 
 
 def test_python_blocks_run():
@@ -28,3 +31,32 @@ def test_python_blocks_run():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8")):
         assert "://" in target or (README.parent / target).exists(), target
+
+
+def test_the_cifar_table_is_what_the_records_say():
+    records = [json.loads(line) for line in (RECORDS / "cifar10.jsonl").read_text().splitlines()]
+    rows = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    for label, (method, m) in {
+        "batch norm (128, 128)": ("BN", 128),
+        "batch norm (128, 2)": ("BN", 2),
+        "group norm": ("GN", 2),
+        "BKN learned (128, 2), the paper's transition": ("BKN learned", 2),
+        "BKN weights (128, 2), prior through the weights": ("BKN weights", 2),
+    }.items():
+        own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
+        assert len(own) == 3
+        cells = [cell.strip(" *") for cell in rows[label].split("|") if cell.strip()]
+        for mode, cell in zip(own[0], cells, strict=True):
+            scores = [accuracy[mode] for accuracy in own]
+            assert cell == f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}", (label, mode)
+
+
+def test_the_digits_table_is_what_the_records_say():
+    records = [json.loads(line) for line in (RECORDS / "accuracy.jsonl").read_text().splitlines()]
+    text = README.read_text(encoding="utf-8").split("| population / batch / example |")[1]
+    for method, label in (("BN", "batch norm"), ("BKN learned",) * 2, ("BKN weights",) * 2):
+        row = re.search(rf"^\| {label} \| (.*) \|$", text, re.MULTILINE)[1]
+        for m, cell in zip((64, 2, 1), row.split(" | "), strict=True):
+            own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
+            means = [statistics.mean(accuracy[mode] for accuracy in own) for mode in ("population", "batch", "example")]
+            assert cell == " / ".join(f"{mean:.1f}" for mean in means), (method, m)

@@ -1,6 +1,6 @@
 """Draws `micro-batch.svg` and `micro-batch.png`, the README's picture, from `records/`: `make figures`.
 
-Nothing is trained here; `measure.py` makes the records. Every number in the picture is read from them.
+Nothing is trained here: `measure.py` and `examples/cifar10.py` make the records. Every number is read from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from matplotlib.ticker import MultipleLocator, NullLocator
 HERE = Path(__file__).parent
 BATCH_NORM, KALMAN, KALMAN_LEARNED = "#c8500a", "#0a5a99", "#3d84bd"  # apart for the colour-blind; each 4:1 on white
 TEXT, QUIET, GRID = "#1b1f24", "#57606a", "#d8dee4"
-STATISTICS_BATCH = 1  # of the left panel
+STATISTICS_BATCH = 2  # of the left panel
 
 Record = dict[str, Any]
 
@@ -29,9 +29,9 @@ def read(name: str) -> list[Record]:
     return [json.loads(line) for line in (HERE / "records" / name).read_text().splitlines()]
 
 
-def title(axes: Axes, headline: str, explanation: str) -> None:
-    axes.text(0, 1.17, headline, transform=axes.transAxes, fontsize=13, fontweight="bold")
-    axes.text(0, 1.085, explanation, transform=axes.transAxes, fontsize=10, color=QUIET)
+def title(axes: Axes, headline: str, explanation: str, left: float = 0.0) -> None:
+    axes.text(left, 1.17, headline, transform=axes.transAxes, fontsize=13, fontweight="bold")
+    axes.text(left, 1.085, explanation, transform=axes.transAxes, fontsize=10, color=QUIET)
 
 
 def draw_deviation(axes: Axes, records: list[Record]) -> None:
@@ -57,7 +57,7 @@ def draw_deviation(axes: Axes, records: list[Record]) -> None:
 
     # The learned gain says how the filter did it: a column of numbers at the right edge.
     kalman = [record for record in records if record["method"] == "BKN weights"]
-    column = 1.86
+    column = 1.5
     axes.text(column, 0.73, "BKN's trust\nin the batch", color=KALMAN, ha="center", va="center", fontsize=9.5)
     for record in kalman:
         axes.text(
@@ -66,52 +66,60 @@ def draw_deviation(axes: Axes, records: list[Record]) -> None:
 
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks([0.6, 0.8, 1, 1.25, 1.6], ["× 0.6", "× 0.8", "equal", "× 1.25", "× 1.6"])
-    axes.set_xlim(0.57, 2.08)
+    axes.set_xticks([0.8, 1, 1.25], ["× 0.8", "equal", "× 1.25"])
+    axes.set_xlim(0.72, 1.62)
     axes.set_yticks([record["layer"] for record in kalman], [f"layer {record['layer']}" for record in kalman])
     axes.set_ylim(len(kalman) + 0.5, 0.5)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_xlabel("σ of a batch ÷ σ used at inference, for 90 % of channels and batches")
+    axes.set_xlabel("σ of a batch ÷ σ used at inference (digits; 90 % of channels and batches)")
     title(
         axes,
         f"Batches of {STATISTICS_BATCH}: σ jumps about, and BKN steadies it",
-        "BKN predicts σ from the layer before and learns how far to trust the batch",
+        "BKN predicts σ from the layer before and learns its trust in the batch",
     )
 
 
 def draw_accuracy(axes: Axes, records: list[Record]) -> None:
-    """Accuracy against the statistics batch, at inference with population statistics, as batch norm's users have it."""
-    sizes = sorted({record["statistics_batch"] for record in records}, reverse=True)
-    lines = (
-        ("BN", "batch norm", BATCH_NORM, "-", 2.4),
-        ("BKN learned", "BKN learned", KALMAN_LEARNED, "--", 1.4),
-        ("BKN weights", "BKN weights", KALMAN, "-", 2.4),
+    """One row per norm and statistics batch: mean and range over seeds, at inference by population and by example."""
+    rows = (
+        ("BN", 128, "batch norm, batch 128", QUIET),
+        ("BN", 2, "batch norm, batch 2", BATCH_NORM),
+        ("GN", 2, "group norm", QUIET),
+        ("BKN learned", 2, "BKN learned, batch 2", KALMAN_LEARNED),
+        ("BKN weights", 2, "BKN weights, batch 2", KALMAN),
     )
-    lost = {}
-    for method, label, colour, style, width in lines:
-        scores = [
-            [r["accuracy"]["population"] for r in records if r["method"] == method and r["statistics_batch"] == size]
-            for size in sizes
-        ]
-        means = [statistics.mean(values) for values in scores]
-        below = [mean - min(values) for mean, values in zip(means, scores, strict=True)]
-        above = [max(values) - mean for mean, values in zip(means, scores, strict=True)]
-        look = {"color": colour, "linestyle": style, "linewidth": width, "marker": "o", "markersize": 5}
-        axes.errorbar(sizes, means, (below, above), elinewidth=1.2, **look)
-        axes.text(0.87, means[-1], f"{label}\n{means[-1]:.1f} %", color=colour, va="center", fontweight="bold")
-        lost[method] = means[0] - means[-1]
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(76, 0.92)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(MultipleLocator(2))
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_xlabel("examples that share their statistics")
-    seeds = len({record["seed"] for record in records})
+    means = {}
+    for row, (method, size, _, colour) in enumerate(rows):
+        own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, size)]
+        modes = ["population"] if method == "GN" else ["population", "example"]
+        for mode in modes:
+            scores = [accuracy[mode] for accuracy in own]
+            mean = means[method, size, mode] = statistics.mean(scores)
+            fill = colour if mode == "population" else "white"
+            axes.plot([min(scores), max(scores)], [row, row], color=colour, linewidth=1.4, zorder=2)
+            axes.plot(mean, row, "o", color=colour, markerfacecolor=fill, markersize=9, markeredgewidth=2, zorder=3)
+        for mode in modes[-1:] if method == "BN" and size == 128 else modes:  # there the two marks are one
+            value = means[method, size, mode]
+            weight = "bold" if mode == modes[-1] else "normal"
+            axes.text(value, row - 0.27, f"{value:.1f}", color=colour, ha="center", va="center", fontweight=weight)
+    baseline = means["BN", 128, "population"]
+    axes.axvline(baseline, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    axes.set_yticks(range(len(rows)), [label for _, _, label, _ in rows])
+    for tick, (_, _, _, colour) in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set_color(colour)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_xlim(77.5, 88.5)
+    axes.xaxis.set_major_locator(MultipleLocator(2))
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_xlabel("test accuracy %;  ● population statistics,  ○ example inference", x=0.28)
+    lost = baseline - means["BN", 2, "population"]
+    gained = means["BKN weights", 2, "example"] - baseline
+    seeds, epochs = len({record["seed"] for record in records}), records[0]["epochs"]
     title(
         axes,
-        f"Batch 1 costs batch norm {lost['BN']:.0f} points, BKN {lost['BKN weights']:.0f} to {lost['BKN learned']:.0f}",
-        f"Test accuracy on digits in %, mean and range of {seeds} seeds",
+        f"Batch 2 costs batch norm {lost:.1f} points; BKN gains {gained:.1f}",
+        f"CIFAR-10, the paper's Inception net, {epochs} epochs; mean and range of {seeds} seeds",
+        left=-0.44,
     )
 
 
@@ -129,13 +137,13 @@ def main() -> None:
         }
     )
     figure = plt.figure(figsize=(12, 4.7), facecolor="white")
-    left, right = figure.add_axes((0.055, 0.125, 0.455, 0.67)), figure.add_axes((0.565, 0.125, 0.335, 0.67))
+    left, right = figure.add_axes((0.055, 0.125, 0.42, 0.67)), figure.add_axes((0.685, 0.125, 0.3, 0.67))
     for axes in (left, right):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
         axes.tick_params(length=0)
     draw_deviation(left, read("deviation.jsonl"))
-    draw_accuracy(right, read("accuracy.jsonl"))
+    draw_accuracy(right, read("cifar10.jsonl"))
     figure.savefig(HERE / "micro-batch.svg", metadata={"Date": None})
     figure.savefig(HERE / "micro-batch.png", dpi=1600 / 12)
 
