@@ -56,8 +56,7 @@ def test_imports_go_one_way(path):
     part = part_of(path)
     assert part in RANK, f"{part} has no place in the layers: give it one in this test and in docs/architecture.md"
     wrong = {other for other in imported_parts(path) if other != part and RANK[other] >= RANK[part]}
-    allowed_beside = {("kernels", "groups"), ("checks", "groups")}
-    assert not {other for other in wrong if (part, other) not in allowed_beside}
+    assert not wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

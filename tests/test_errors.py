@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -62,7 +65,7 @@ CALLS = {
     "m float": (
         lambda: batch_kalman_norm(X, None, None, None, None, statistics_batch_size=2.0),
         TypeError,
-        "statistics_batch_size must be an int or None, got 2.0",
+        "statistics_batch_size must be an int, got 2.0",
     ),
     "covariance": (
         lambda: batch_kalman_norm(X, None, None, None, None, covariance="dense"),
@@ -91,19 +94,19 @@ CALLS = {
     "previous type": (
         lambda: BatchKalmanNorm2d(3, 3)(X, X),
         TypeError,
-        "previous must be kalmannorm.Moments, got Tensor",
+        r"previous must be kalmannorm.Moments, got a Tensor; pass norm\.posterior",
     ),
     "layer gain": (
         lambda: BatchKalmanNorm2d(3, 3, gain=1.0),
         ValueError,
-        r"gain must be a number inside \(0, 1\), got 1.0",
+        r"gain must lie inside \(0, 1\), got 1.0",
     ),
     "layer m": (lambda: BatchKalmanNorm2d(3, statistics_batch_size=-1), ValueError, "statistics_batch_size.*got -1"),
-    "num_features": (lambda: BatchKalmanNorm2d(0), ValueError, "num_features must be a positive int, got 0"),
+    "num_features": (lambda: BatchKalmanNorm2d(0), ValueError, "num_features must be at least 1, got 0"),
     "prior_features": (
         lambda: BatchKalmanNorm2d(3, 0),
         ValueError,
-        "prior_features must be a positive int or None, got 0",
+        "prior_features must be at least 1, got 0",
     ),
     "transition": (
         lambda: BatchKalmanNorm2d(3, 3, transition="linear"),
@@ -115,7 +118,7 @@ CALLS = {
         ValueError,
         "prior_features must equal num_features = 3.*got 4",
     ),
-    "rank": (lambda: BatchKalmanNorm2d(3, 3, rank=0), ValueError, "rank must be a positive int or None, got 0"),
+    "rank": (lambda: BatchKalmanNorm2d(3, 3, rank=0), ValueError, "rank must be at least 1, got 0"),
     "noise": (lambda: BatchKalmanNorm2d(3, 3, noise=1.0), TypeError, "noise must be a torch.nn.Parameter.*got float"),
     "noise shape": (
         lambda: BatchKalmanNorm2d(3, 3, noise=nn.Parameter(torch.ones(2))),
@@ -143,6 +146,30 @@ CALLS = {
         "track_running_stats=False",
     ),
     "mode": (lambda: BatchKalmanNorm2d(3, inference="pop"), ValueError, "must be one of 'population', .*got 'pop'"),
+    "prior type": (
+        lambda: batch_kalman_norm(X, (torch.zeros(1, 3), torch.ones(1, 3)), 0.5, None, None),
+        TypeError,
+        "prior must be kalmannorm.Moments, got a tuple",
+    ),
+    "numpy x": (lambda: BatchKalmanNorm2d(3)(X.numpy()), TypeError, "x must be a torch.Tensor, got a ndarray"),
+    "bool width": (lambda: BatchKalmanNorm2d(3, True), TypeError, "prior_features must be an int, got True"),
+    "rank without A": (
+        lambda: BatchKalmanNorm2d(3, 3, transition="weights", rank=2),
+        ValueError,
+        "rank belongs to transition='learned'",
+    ),
+    "noise without r": (
+        lambda: BatchKalmanNorm2d(3, 3, transition="identity", noise=nn.Parameter(torch.ones(()))),
+        ValueError,
+        "noise belongs to transition='learned'",
+    ),
+    "momentum text": (lambda: BatchKalmanNorm2d(3, momentum="0.1"), TypeError, "momentum must be a number, got '0.1'"),
+    "observation": (
+        lambda: BatchKalmanNorm2d(3, observation_momentum=None),
+        TypeError,
+        "observation_momentum must be a number, got None",
+    ),
+    "eps": (lambda: BatchKalmanNorm2d(3, eps=-1.0), ValueError, "eps must lie in .*got -1.0"),
     "momentum": (lambda: BatchKalmanNorm2d(3, momentum=1.5), ValueError, r"momentum must lie in \[0, 1\], got 1.5"),
     "no norms to set": (
         lambda: set_inference(nn.Linear(2, 2), "batch"),
@@ -162,6 +189,25 @@ def test_message(call, kind, message):
 def test_a_tensor_gain_is_not_inspected():
     y, _ = batch_kalman_norm(X, moments(1, 3), torch.tensor(1.0), None, None)
     assert torch.isfinite(y).all()
+
+
+def test_numbers_of_numpy_are_numbers():
+    layer = BatchKalmanNorm2d(
+        np.int64(3), np.int32(3), statistics_batch_size=np.int64(2), gain=np.float32(0.5), momentum=np.float64(0.1)
+    )
+    assert layer(X, moments(2, 3)).shape == X.shape
+    batch_kalman_norm(X, moments(2, 3), np.float32(0.5), None, None, statistics_batch_size=np.int64(2))
+
+
+def test_a_forgotten_previous_is_said_once():
+    layer = BatchKalmanNorm2d(3, 8)
+    with pytest.warns(UserWarning, match="prior_features=8.* was called without `previous`"):
+        layer(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(X)
+        BatchKalmanNorm2d(3)(X)
+        BatchKalmanNorm2d(3, 8).eval()(X)  # population statistics need none
 
 
 def test_a_failed_forward_leaves_the_statistics():

@@ -15,8 +15,9 @@ from kalmannorm import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, 
 class Net(nn.Module):
     """Three norms in a chain, the prior learned and travelling, away from its start."""
 
-    def __init__(self, m=2, **options):
+    def __init__(self, m=2, attribute=False, **options):
         super().__init__()
+        self.attribute = attribute
         widths = (3, 6, 5, 4)
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
         priors = (None, *widths[1:-1])
@@ -29,7 +30,11 @@ class Net(nn.Module):
     def forward(self, x):
         posterior = None
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x, posterior = norm(conv(x), posterior, return_posterior=True)
+            if self.attribute:
+                x = norm(conv(x), posterior)
+                posterior = norm.posterior
+            else:
+                x, posterior = norm(conv(x), posterior, return_posterior=True)
             x = x.relu()
         return x
 
@@ -156,10 +161,11 @@ def test_set_inference_sets_all_or_none():
 
 
 @pytest.mark.parametrize("mode", ["population", "batch", "example"])
+@pytest.mark.parametrize("attribute", [False, True], ids=["returned", "attribute"])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-def test_export_holds_no_trace_of_us(mode, channels_last):
+def test_export_holds_no_trace_of_us(mode, channels_last, attribute):
     """Plain ATen operations, and a dynamic batch; in `batch` mode any number of whole groups."""
-    net = trained()
+    net = trained(attribute=attribute)
     set_inference(net, mode)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(4, 3, 7, 6).contiguous(memory_format=memory_format)
@@ -170,3 +176,4 @@ def test_export_holds_no_trace_of_us(mode, channels_last):
     for N in (4, 6, 12) if mode == "batch" else (2, 4, 7):
         z = torch.randn(N, 3, 7, 6).contiguous(memory_format=memory_format)
         torch.testing.assert_close(program.module()(z), net(z), rtol=1e-5, atol=1e-5)
+    assert all(type(norm.posterior.mean) is torch.Tensor for norm in net.norms)

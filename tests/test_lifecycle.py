@@ -117,6 +117,17 @@ def test_a_damaged_checkpoint_of_ours_is_still_refused():
         BatchKalmanNorm2d(4, 3).load_state_dict({"weight": torch.ones(4)}, strict=True)
 
 
+@pytest.mark.parametrize("kind", [GhostBatchNorm2d, BatchKalmanNorm2d])
+def test_a_norm_without_a_prior_loads_into_one_with_a_prior(kind):
+    source = kind(4, statistics_batch_size=2)
+    source(torch.randn(4, 4, 5, 5) + 2)
+    target = BatchKalmanNorm2d(4, 3, statistics_batch_size=2, gain=0.7)
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert torch.equal(target.observed_mean, source.observed_mean)
+    assert torch.equal(target.values_tracked, source.values_tracked)
+    assert target.gain.item() == pytest.approx(0.7)
+
+
 def test_cumulative_average_goes_on_from_a_batchnorm_checkpoint():
     """momentum=None after a BatchNorm checkpoint of t batches: the next counts 1/(t+1), as in BatchNorm itself."""
     bn = nn.BatchNorm2d(4, momentum=None)

@@ -299,7 +299,6 @@ W1, W2 = torch.zeros(6, 4, 3), torch.zeros(6, 4, 3, 3)
         pytest.param(lambda: convolution(ONE, torch.zeros(6, 4)), r"`weight`.*1, 2 or 3.*\(6, 4\)", id="weight-dim"),
         pytest.param(lambda: convolution(ONE, W1, torch.zeros(5)), r"`bias` must have shape \(6,\)", id="bias"),
         pytest.param(lambda: convolution(ONE, W2, input_size=(8,)), "`input_size` must hold the 2", id="size-length"),
-        pytest.param(lambda: convolution(ONE, W2, input_size=8), "`input_size` must hold the 2", id="size-int-in-2d"),
         pytest.param(lambda: convolution(ONE, W1, input_size=0), "`input_size` must be at least 1", id="size-zero"),
         pytest.param(lambda: convolution(ONE, W2, input_size=(8, 2)), "leaves no output", id="smaller-than-kernel"),
         pytest.param(
@@ -336,3 +335,8 @@ W1, W2 = torch.zeros(6, 4, 3), torch.zeros(6, 4, 3, 3)
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_one_size_serves_every_axis():
+    square = convolution(ONE, W2, padding=1, input_size=(8, 8))
+    torch.testing.assert_close(convolution(ONE, W2, padding=1, input_size=8).var, square.var)

@@ -232,7 +232,7 @@ def test_posterior_is_held_until_release_or_the_next_forward():
     _, explicit = layer(x, previous_moments(2), return_posterior=True)
     assert layer.posterior is explicit
     assert layer.posterior.mean.requires_grad
-    layer(x)
+    layer(x, previous_moments(2))
     assert layer.posterior is not explicit
     layer.release()
     assert layer.posterior is None

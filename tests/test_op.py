@@ -251,6 +251,23 @@ def test_full_covariance_matches_its_definition(N):
         assert_same([posterior.cov[group].detach()], [fused], 1e-12)
 
 
+def test_torch_func():
+    """Gradients, Jacobians and per-example gradients by torch.func equal autograd's."""
+    x, mean, var, gain, weight, bias = arguments((4, 3, 2), 2)
+
+    def loss(x, weight):
+        y, posterior = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+        return y.pow(3).sum() + posterior.var.sum()
+
+    expected = torch.autograd.grad(loss(x, weight), (x, weight))
+    assert_same(torch.func.grad(loss, argnums=(0, 1))(x, weight), expected, 1e-10)
+    jacobian = torch.func.jacrev(lambda x: batch_kalman_norm(x, None, None, None, None)[0])(x.detach())
+    assert jacobian.shape == (*x.shape, *x.shape)
+    batches = torch.stack([x.detach(), x.detach() + 1])
+    per_batch = torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(batches, weight.detach())
+    assert_same([per_batch[0]], [expected[0]], 1e-10)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_fake_results_have_the_real_shapes_strides_and_dtypes(layout):
     """What torch.compile plans with is what the op returns, forward and backward."""

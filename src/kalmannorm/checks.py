@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -9,23 +12,61 @@ from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.moments import Moments
 
 
-def check_input(x: Tensor, statistics_batch_size: int | None) -> None:
+def positive_int(name: str, value: object) -> int:
+    """`value` as an int, from anything that is one (numpy's integers too, but no bool)."""
+    if type(value) is int:  # what torch.compile sees
+        number = value
+    else:
+        try:
+            number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            number = -1
+        if number == -1:
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def real(name: str, value: object) -> float:
+    """`value` as a float, from any real number (numpy's too, but no bool)."""
+    if type(value) is float:  # what torch.compile sees
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    if not low <= real(name, value) <= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}], got {value}")
+
+
+def open_unit_interval(name: str, value: object) -> float:
+    """`value` as a float strictly between 0 and 1."""
+    number = real(name, value)
+    if not 0 < number < 1:
+        raise ValueError(
+            f"{name} must lie inside (0, 1), got {number}; without a prior the observation is trusted alone"
+        )
+    return number
+
+
+def check_moments(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or not hasattr(value, "mean"):
+        given = "a tuple" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} must be kalmannorm.Moments, got {given}; pass norm.posterior or Moments(mean, var)")
+
+
+def check_input(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got a {type(x).__name__}")
     if x.dim() < 2:
         raise ValueError(f"x must be (N, C, *), got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor, got {x.dtype}; convert it with x.float()")
     if x.shape[0] == 0 or x.numel() == 0:
         raise ValueError(f"x must hold at least one value per channel, got an empty batch of shape {tuple(x.shape)}")
-    check_statistics_batch_size(statistics_batch_size)
-
-
-def check_statistics_batch_size(value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"statistics_batch_size must be an int or None, got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"statistics_batch_size must be at least 1, got {value}; None takes the whole batch")
 
 
 def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
@@ -42,6 +83,7 @@ def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
 
 
 def check_prior(prior: Moments, x: Tensor, statistics_batch_size: int | None, name: str = "prior") -> None:
+    check_moments(name, prior)
     N, C = x.shape[:2]
     groups = group_count(N, group_size(N, statistics_batch_size))
     for part, value in (("mean", prior.mean), ("var", prior.var)):
@@ -60,11 +102,8 @@ def check_gain(gain: Tensor | float | None, x: Tensor) -> Tensor:
     if gain is None:
         raise ValueError("gain must be given where there is a prior: a number in (0, 1) or a tensor, got None")
     if not isinstance(gain, Tensor):
-        if isinstance(gain, bool) or not isinstance(gain, (int, float)):
-            raise TypeError(f"gain must be a number in (0, 1) or a tensor, got {gain!r}")
-        if not 0 < gain < 1:
-            raise ValueError(f"gain must lie inside (0, 1), got {gain}; pass prior=None to trust the observation alone")
-        return torch.full((), gain, dtype=statistics_dtype(x), device=x.device)
+        number = open_unit_interval("gain", gain)
+        return torch.full((), number, dtype=statistics_dtype(x), device=x.device)
     if gain.shape not in ((), (1,), x.shape[1:2]):
         raise ValueError(f"gain must be (), (1,) or ({x.shape[1]},), got shape {tuple(gain.shape)}")
     return gain

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kalmannorm import op
-from kalmannorm.checks import check_channels, check_enough_values, check_gain, check_input, check_prior
+from kalmannorm.checks import (
+    check_channels,
+    check_enough_values,
+    check_gain,
+    check_input,
+    check_prior,
+    positive_int,
+)
 from kalmannorm.groups import statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -24,6 +32,9 @@ def normalize(
     eps: float,
 ) -> tuple[Tensor, Moments, Moments]:
     """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        # torch.func does not see through the autograd of a custom op.
+        return plain.normalize(x, prior, gain, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps)
     if prior is None:
         mean = var = gain = None
     else:
@@ -59,7 +70,9 @@ def batch_kalman_norm(
 
     Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
     """
-    check_input(x, statistics_batch_size)
+    check_input(x)
+    if statistics_batch_size is not None and not isinstance(statistics_batch_size, torch.SymInt):
+        statistics_batch_size = positive_int("statistics_batch_size", statistics_batch_size)
     check_channels("weight", weight, x)
     check_channels("bias", bias, x)
     if covariance not in ("diagonal", "full"):

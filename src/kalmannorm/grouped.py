@@ -6,6 +6,7 @@ and float32 statistics under half-precision models. Subclasses say how a group i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from kalmannorm import filter as kalman
-from kalmannorm.checks import check_enough_values, check_input, check_statistics_batch_size
+from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.functional import normalize
 from kalmannorm.groups import group_size, statistics_dtype
 from kalmannorm.kernels import plain
@@ -70,12 +70,13 @@ class GroupedNorm(_NormBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(num_features, bool) or not isinstance(num_features, int) or num_features < 1:
-            raise ValueError(f"num_features must be a positive int, got {num_features!r}")
-        check_statistics_batch_size(statistics_batch_size)
-        for name, value in (("momentum", momentum), ("observation_momentum", observation_momentum)):
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {value}")
+        num_features = positive_int("num_features", num_features)
+        if statistics_batch_size is not None:
+            statistics_batch_size = positive_int("statistics_batch_size", statistics_batch_size)
+        check_number("eps", eps, 0, math.inf)
+        check_number("observation_momentum", observation_momentum, 0, 1)
+        if momentum is not None:
+            check_number("momentum", momentum, 0, 1)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.statistics_batch_size = statistics_batch_size
         self.total_variance = total_variance
@@ -131,8 +132,8 @@ class GroupedNorm(_NormBase):
                 raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
 
     def _forward(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        check_input(x)
         self._check_input_dim(x)
-        check_input(x, self.statistics_batch_size)
         if self.training and not self.frozen:
             return self._forward_train(x, previous)
         if not self.track_running_stats or self.inference == "batch":
@@ -182,21 +183,17 @@ class GroupedNorm(_NormBase):
         prior, gain = self._predict(previous, self._groups(x))
         if prior is None and not torch.compiler.is_compiling():
             check_enough_values(x, self.statistics_batch_size)
-        size = group_size(x.shape[0], self.statistics_batch_size)
-        return self._apply_posterior(x, plain.observe_groups(x, size), prior, gain, size)
+        size = self.statistics_batch_size
+        y, posterior, _ = plain.normalize(
+            x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps
+        )
+        return y, posterior
 
     def _forward_example(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         self.check_inference("example")
         prior, gain = self._predict(previous, x.shape[0])
-        return self._apply_posterior(x, self._virtual_group(plain.observe_examples(x)), prior, gain, 1)
-
-    def _apply_posterior(
-        self, x: Tensor, observation: Moments, prior: Moments | None, gain: Tensor | None, size: int
-    ) -> tuple[Tensor, Moments]:
-        posterior = observation
-        if prior is not None and gain is not None:
-            posterior = kalman.update(prior.to(observation.mean.dtype), observation, gain.to(observation.mean.dtype))
-        return plain.apply(x, posterior, self.weight, self.bias, size, self.eps), posterior
+        posterior = plain.fuse(prior, self._virtual_group(plain.observe_examples(x)), gain)
+        return plain.apply(x, posterior, self.weight, self.bias, 1, self.eps), posterior
 
     def _virtual_group(self, example: Moments) -> Moments:
         """This example, with weight 1/m, among m - 1 average ones."""
@@ -306,23 +303,27 @@ class GroupedNorm(_NormBase):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _fill_from_batchnorm(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """A BatchNorm's checkpoint lacks what only this class has: the observation starts from its statistics."""
+        """A BatchNorm's checkpoint lacks what only this class has: the observation starts from its statistics.
+
+        Likewise a norm of ours without a prior lacks the filter, which then stays at its start. What lacks only a part
+        of the statistics or of the filter is damaged, and is left to be refused.
+        """
         batchnorm = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-        mine = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        mine = {name: t for name, t in mine.items() if name not in batchnorm}
-        if any(prefix + name in state_dict for name in mine):
-            return
         if not any(prefix + name in state_dict for name in batchnorm):
             return
-        for name, current in mine.items():
-            source = {"observed_mean": "running_mean", "observed_var": "running_var"}.get(name)
-            if source is None:
-                fill = torch.zeros_like(current) if name in ("values_tracked", "skipped_batches") else current.detach()
-            elif prefix + source in state_dict:
-                fill = state_dict[prefix + source]
-            else:
+        statistics = {name: buffer for name, buffer in self.named_buffers() if name not in batchnorm}
+        learned = {name: parameter.detach() for name, parameter in self.named_parameters() if name not in batchnorm}
+        sources = {"observed_mean": "running_mean", "observed_var": "running_var"}
+        for family in (statistics, learned):
+            if any(prefix + name in state_dict for name in family):
                 continue
-            state_dict[prefix + name] = fill
+            for name, current in family.items():
+                if name in sources:
+                    fill = state_dict.get(prefix + sources[name])
+                else:
+                    fill = torch.zeros_like(current) if family is statistics else current
+                if fill is not None:
+                    state_dict[prefix + name] = fill
 
     def extra_repr(self) -> str:
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]

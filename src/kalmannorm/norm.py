@@ -8,12 +8,16 @@ Micro-Batches"): predict a layer's statistics from the layer before, update them
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from typing import Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from kalmannorm.checks import check_moments, open_unit_interval, positive_int
 from kalmannorm.grouped import GroupedNorm, Inference, exporting
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -25,6 +29,9 @@ Covariance = Literal["diagonal", "full"]
 # A float32 sigmoid reaches 1 exactly; q must not, or a group of one value would have no variance at all.
 GAIN_MARGIN = 1e-6
 
+# Posteriors of layers under torch.export, which may not be stored on the layers themselves.
+_TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
+
 
 class BatchKalmanNorm(GroupedNorm):
     """Batch norm whose statistics are a prior from the layer before, fused with what the batch shows.
@@ -34,6 +41,13 @@ class BatchKalmanNorm(GroupedNorm):
 
         y = self.norm1(self.conv1(x))
         z = self.norm2(self.conv2(y.relu()), self.norm1.posterior)
+
+    Where features are concatenated or added, so are posteriors: `kalmannorm.moments.concatenate([a, b])`, `add(a, b)`.
+    For `transition="weights"` the prior is carried through the layers between instead:
+
+        belief = moments.relu(moments.belief(self.norm1.weight, self.norm1.bias))
+        prior = moments.convolution(belief, self.conv2.weight, padding=1, input_size=y.shape[2:])
+        z = self.norm2(self.conv2(y.relu()), prior)
 
     Args:
         num_features: channels C of x.
@@ -93,9 +107,14 @@ class BatchKalmanNorm(GroupedNorm):
             device=device,
             dtype=dtype,
         )
-        self._check_options(prior_features, transition, gain, per_channel_gain, rank, noise)
+        if prior_features is not None:
+            prior_features = positive_int("prior_features", prior_features)
+        if rank is not None:
+            rank = positive_int("rank", rank)
+        self._check_options(prior_features, transition, per_channel_gain, rank, noise)
         self.prior_features = prior_features
-        self.initial_gain = gain
+        self.initial_gain = open_unit_interval("gain", gain)
+        self._missed_previous = False
         self.transition_kind: Transition = transition
         self.transition: LearnedTransition | None = None
         self.gain_logit: nn.Parameter | None = None
@@ -114,24 +133,20 @@ class BatchKalmanNorm(GroupedNorm):
         self,
         prior_features: int | None,
         transition: str,
-        gain: float,
         per_channel_gain: bool,
         rank: int | None,
         noise: nn.Parameter | None,
     ) -> None:
         if transition not in TRANSITIONS:
             raise ValueError(f"transition must be one of {', '.join(map(repr, TRANSITIONS))}, got {transition!r}")
-        if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 < gain < 1:
-            raise ValueError(f"gain must be a number inside (0, 1), got {gain!r}")
-        if prior_features is not None and (not isinstance(prior_features, int) or prior_features < 1):
-            raise ValueError(f"prior_features must be a positive int or None, got {prior_features!r}")
         if transition != "learned" and prior_features not in (None, self.num_features):
             raise ValueError(
                 f"prior_features must equal num_features = {self.num_features} with transition={transition!r}, "
                 f"which takes `previous` as the prior itself; got {prior_features}"
             )
-        if rank is not None and (not isinstance(rank, int) or rank < 1):
-            raise ValueError(f"rank must be a positive int or None, got {rank!r}")
+        for name, value in (("rank", rank), ("noise", noise)):
+            if value is not None and transition != "learned":
+                raise ValueError(f"{name} belongs to transition='learned'; transition={transition!r} has no A and no r")
         if per_channel_gain and self.covariance == "full":
             raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
         if noise is not None:
@@ -178,7 +193,14 @@ class BatchKalmanNorm(GroupedNorm):
         It is never copied, pickled or saved. It keeps the graph of that forward alive: `release()` it after the
         backward where that matters, such as before capturing a CUDA graph.
         """
-        return self._posterior
+        return _TRACED.get(self) if exporting() else self._posterior
+
+    def _hold(self, posterior: Moments) -> None:
+        if exporting():
+            # An exported program may not assign attributes, but a later layer may still ask for the posterior.
+            _TRACED[self] = posterior
+        else:
+            self._posterior = posterior
 
     @overload
     def forward(
@@ -199,12 +221,12 @@ class BatchKalmanNorm(GroupedNorm):
         with another number of rows it is pooled to one. None: the observation alone.
         """
         y, posterior = self._forward(x, previous)
-        if not exporting():
-            self._posterior = posterior
+        self._hold(posterior)
         return (y, posterior) if return_posterior else y
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
         if previous is None:
+            self._warn_without_previous()
             return None, None
         self._check_previous(previous)
         if previous.mean.shape[0] not in (1, rows):
@@ -213,9 +235,21 @@ class BatchKalmanNorm(GroupedNorm):
         prior = previous if self.transition is None else self.transition(previous, full)
         return prior, self.gain
 
+    def _warn_without_previous(self) -> None:
+        """A forgotten `previous` would otherwise pass for a filter that never learns."""
+        if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
+            return
+        self._missed_previous = True
+        warnings.warn(
+            f"{type(self).__name__}({self.num_features}, prior_features={self.prior_features}) was called without "
+            "`previous`: it normalizes with the batch alone, and its gain and transition do not learn. Pass the "
+            "posterior of the layer before, or build the layer without prior_features.",
+            UserWarning,
+            stacklevel=2,
+        )
+
     def _check_previous(self, previous: Moments) -> None:
-        if not isinstance(previous, tuple) or not hasattr(previous, "mean"):
-            raise TypeError(f"previous must be kalmannorm.Moments, got {type(previous).__name__}")
+        check_moments("previous", previous)
         if self.prior_features is None:
             raise ValueError(
                 "previous was given to a layer without prior_features; build it with prior_features="
@@ -224,9 +258,9 @@ class BatchKalmanNorm(GroupedNorm):
         for part in ("mean", "var"):
             shape = tuple(getattr(previous, part).shape)
             if len(shape) != 2 or shape[1] != self.prior_features:
-                raise ValueError(
-                    f"previous.{part} must be (groups, prior_features) = (·, {self.prior_features}), got {shape}"
-                )
+                remedy = "build the layer with its width" if self.transition else "carry it through kalmannorm.moments"
+                expected = f"(groups, prior_features) = (·, {self.prior_features})"
+                raise ValueError(f"previous.{part} must be {expected}, got {shape}; {remedy}")
 
     def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
         if self.covariance == "diagonal":
@@ -251,16 +285,22 @@ class BatchKalmanNorm(GroupedNorm):
         return parts + (["covariance='full'"] if self.covariance == "full" else [])
 
 
+def _document(kind: type[BatchKalmanNorm], shape: str) -> None:
+    kind.__doc__ = f"`BatchKalmanNorm` for x of shape {shape}.\n\n{inspect.getdoc(BatchKalmanNorm)}"
+
+
 class BatchKalmanNorm1d(BatchKalmanNorm):
-    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C) or (N, C, L).\n\n{BatchKalmanNorm.__doc__}"
     input_dims = (2, 3)
 
 
 class BatchKalmanNorm2d(BatchKalmanNorm):
-    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C, H, W).\n\n{BatchKalmanNorm.__doc__}"
     input_dims = (4,)
 
 
 class BatchKalmanNorm3d(BatchKalmanNorm):
-    __doc__ = f"`BatchKalmanNorm` for x of shape (N, C, D, H, W).\n\n{BatchKalmanNorm.__doc__}"
     input_dims = (5,)
+
+
+_document(BatchKalmanNorm1d, "(N, C) or (N, C, L)")
+_document(BatchKalmanNorm2d, "(N, C, H, W)")
+_document(BatchKalmanNorm3d, "(N, C, D, H, W)")

@@ -1,4 +1,4 @@
-"""The op in plain, differentiable operations that every exporter knows: inference, and the full covariance.
+"""The op in plain, differentiable operations that every exporter knows: inference, torch.func, the full covariance.
 
 No custom op and no branch on the batch size, so what `torch.export` or ONNX sees holds no trace of this library and
 keeps a dynamic batch.
@@ -42,6 +42,31 @@ def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | Non
     return y.to(x.dtype)
 
 
+def fuse(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
+    """The posterior, in the observation's dtype; the observation itself where there is no prior."""
+    if prior is None or gain is None:
+        return observation
+    dtype = observation.mean.dtype
+    return kalman.update(prior.to(dtype), observation, gain.to(dtype))
+
+
+def normalize(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+) -> tuple[Tensor, Moments, Moments]:
+    """Output, posterior and observation, as the op gives them."""
+    size = group_size(x.shape[0], statistics_batch_size)
+    observation = observe_groups(x, size)
+    posterior = fuse(prior, observation, gain)
+    return apply(x, posterior, weight, bias, size, eps), posterior, observation
+
+
 def observe_covariances(x: Tensor, size: int) -> Moments:
     """Moments of each group with their (G, C, C) covariances: full groups in one product, then a ragged last one."""
     N, C = x.shape[:2]
@@ -74,10 +99,7 @@ def normalize_full(
     # Under autocast the products would run in half precision, and the covariances with them.
     with torch.autocast(device_type=x.device.type, enabled=False):
         observation = observe_covariances(x, size)
-        posterior = observation
-        if prior is not None and gain is not None:
-            dtype = statistics_dtype(x)
-            if prior.cov is None:
-                prior = prior._replace(cov=torch.diag_embed(prior.var))
-            posterior = kalman.update(prior.to(dtype), observation, gain.to(dtype))
+        if prior is not None and prior.cov is None:
+            prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))
+        posterior = fuse(prior, observation, gain)
     return apply(x, posterior, weight, bias, size, eps), posterior, observation

@@ -83,7 +83,7 @@ def axes_of(
         )
     sizes: tuple[int | None, ...] = (None,) * dims
     if input_size is not None:
-        given = (input_size,) if isinstance(input_size, int) else tuple(input_size)
+        given = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
         if len(given) != dims:
             raise ValueError(
                 f"convolution: `input_size` must hold the {dims} spatial sizes of the input "
