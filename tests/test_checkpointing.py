@@ -52,6 +52,24 @@ def test_statistics_move_once_and_gradients_are_the_same(block, reentrant):
         assert torch.equal(p, q), name
 
 
+def test_compiled_with_checkpointing_inside():
+    """The explicit form assigns nothing, so a checkpointed block compiles without a graph break."""
+
+    class Explicit(Block):
+        def forward(self, x):
+            x, posterior = self.norm1(self.conv1(x), return_posterior=True)
+            return self.norm2(self.conv2(x.relu()), posterior, return_posterior=True)[0]
+
+    torch._dynamo.reset()
+    block, x = Explicit(), torch.randn(4, 3, 8, 8)
+    twin = copy.deepcopy(block)
+    compiled = torch.compile(lambda x: checkpoint(twin, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    block(x).square().sum().backward()
+    compiled(x).square().sum().backward()
+    for (name, p), q in zip(block.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_prior_from_outside_the_segment():
     """A posterior may enter a non-reentrant segment as an argument and keeps its gradient."""
     first = BatchKalmanNorm2d(3, statistics_batch_size=2)

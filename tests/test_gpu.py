@@ -47,7 +47,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_training_with_autocast_and_compile(memory_format):
-    model = Net().cuda().to(memory_format=memory_format)
+    model = Net(attribute=True).cuda().to(memory_format=memory_format)
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, fullgraph=True)
     for _ in range(3):

@@ -108,6 +108,37 @@ def test_a_batchnorm_checkpoint_loads_strictly(kind, origin):
         assert target[1].gain.item() == pytest.approx(0.7)
 
 
+@pytest.mark.parametrize("tracked", [3, 0], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_observations_start_from_a_batchnorm_and_then_go_their_own_way(assign, tracked):
+    source = nn.BatchNorm2d(4)
+    nn.init.constant_(source.running_mean, 5.0)
+    source.num_batches_tracked.fill_(tracked)
+    layer = BatchKalmanNorm2d(4, momentum=0.5, observation_momentum=0.02)
+    layer.load_state_dict(source.state_dict(), strict=True, assign=assign)
+    layer(torch.randn(2, 4, 3, 3))
+    assert layer.running_mean.mean().item() == pytest.approx(2.5, abs=0.5)
+    assert layer.observed_mean.mean().item() == pytest.approx(4.9, abs=0.05)
+
+
+def test_a_partial_load_leaves_the_counters():
+    layer = used_layer()
+    before = layer.values_tracked.clone()
+    layer.load_state_dict({"weight": torch.ones(4), "bias": torch.zeros(4)}, strict=False)
+    assert torch.equal(layer.values_tracked, before)
+
+
+def test_a_copy_of_a_compiled_layer_is_its_own():
+    layer = BatchKalmanNorm2d(4)
+    layer.compile(backend="eager")
+    layer(torch.randn(2, 4, 3, 3))
+    twin = copy.deepcopy(layer)
+    nn.init.constant_(twin.weight, 5.0)
+    assert twin(torch.randn(8, 4, 9, 9)).std().item() == pytest.approx(5, rel=0.05)
+    assert layer.num_batches_tracked == 1
+    pickle.dumps(layer)
+
+
 def test_a_damaged_checkpoint_of_ours_is_still_refused():
     state = used_layer().state_dict()
     del state["transition.matrix"]

@@ -153,8 +153,9 @@ def test_identity_takes_previous_as_the_prior():
 def test_previous_with_another_number_of_groups_is_pooled():
     layer = make(BatchKalmanNorm2d, 4, 2)
     x, previous = torch.randn(6, 4, 2, 2, dtype=torch.float64), previous_moments(2)
-    pooled = layer(x, previous.pooled())
-    torch.testing.assert_close(layer(x, previous), pooled)
+    mean = previous.mean.mean(0, keepdim=True)
+    var = previous.var.mean(0, keepdim=True) + previous.mean.var(0, correction=0, keepdim=True)
+    torch.testing.assert_close(layer(x, previous), layer(x, Moments(mean, var)))
 
 
 def test_one_row_of_previous_serves_every_group():
@@ -199,6 +200,32 @@ def test_any_noise_an_optimizer_leaves_gives_a_valid_prior(value):
     assert torch.isfinite(layer(torch.randn(2, 4, 3, 3), Moments(torch.randn(1, 3), torch.rand(1, 3)))).all()
 
 
+@pytest.mark.parametrize("options", [{"rank": 2}, {"covariance": "full"}], ids=["low-rank", "full"])
+def test_autocast_leaves_the_filter_in_float32(options):
+    layer = make(BatchKalmanNorm2d, 4, 2, torch.float32, **options)
+    x, previous = torch.randn(4, 4, 3, 3), previous_moments(2, dtype=torch.float32)
+    _, expected = layer(x, previous, return_posterior=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, posterior = layer(x, previous, return_posterior=True)
+    torch.testing.assert_close(posterior.mean, expected.mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(posterior.var, expected.var, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_runs_on_the_meta_device(covariance):
+    layer = BatchKalmanNorm2d(4, 3, covariance=covariance, device="meta")
+    previous = Moments(torch.zeros(1, 3, device="meta"), torch.ones(1, 3, device="meta"))
+    assert layer(torch.randn(2, 4, 3, 3, device="meta"), previous).shape == (2, 4, 3, 3)
+
+
+def test_channels_last_stays_channels_last():
+    x = torch.randn(4, 4, 3, 3, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
+    layer = make(BatchKalmanNorm2d, 4, 2)
+    y = layer(x, previous_moments(2))
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    assert y.stride() == dx.stride() == x.stride()
+
+
 def test_layers_share_one_noise():
     noise = nn.Parameter(torch.ones(()))
     layers = nn.ModuleList(BatchKalmanNorm2d(4, 3, noise=noise) for _ in range(3))
@@ -229,10 +256,15 @@ def test_posterior_is_held_until_release_or_the_next_forward():
     layer = make(BatchKalmanNorm2d, 4, 2)
     assert layer.posterior is None
     x = torch.randn(4, 4, 2, 2, dtype=torch.float64)
-    _, explicit = layer(x, previous_moments(2), return_posterior=True)
-    assert layer.posterior is explicit
-    assert layer.posterior.mean.requires_grad
-    layer(x, previous_moments(2))
-    assert layer.posterior is not explicit
+    previous = previous_moments(2)
+    layer(x, previous)
+    held = layer.posterior
+    assert held.mean.requires_grad
+    assert held.var.requires_grad
+    _, explicit = layer(x, previous, return_posterior=True)
+    torch.testing.assert_close(explicit.var, held.var)
+    assert layer.posterior is None  # the explicit form holds nothing, and the next forward lets go
+    layer(x, previous)
+    assert layer.posterior is not None
     layer.release()
     assert layer.posterior is None

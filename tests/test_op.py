@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from kalmannorm import Moments, batch_kalman_norm
@@ -153,11 +154,10 @@ def test_groups_equal_separate_calls(N, layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_large_mean_loses_no_more_digits_than_batch_norm(layout):
-    """|mean| = 1000 σ in float32: errors of output and dx against float64 over 8 draws, beside F.batch_norm's own.
-
-    Digits are compared to a hundredth: both errors are rounding noise of a few ulp.
-    """
+@pytest.mark.parametrize("mean", [0, 1000])
+@pytest.mark.parametrize("shape", [(8, 16, 12, 12), (2, 4, 256, 256), (1, 2, 96, 96, 96)], ids=str)
+def test_loses_no_more_digits_than_batch_norm(shape, mean, layout):
+    """Up to |mean| = 1000 σ, float32: mean errors of output and dx against float64, beside F.batch_norm's own."""
 
     def both(function, values, g):
         leaf = values.clone().requires_grad_()
@@ -171,15 +171,17 @@ def test_large_mean_loses_no_more_digits_than_batch_norm(layout):
         return F.batch_norm(values, None, None, training=True)
 
     errors = {ours: torch.zeros(2), theirs: torch.zeros(2)}
-    for _ in range(8):
-        x = (torch.randn(8, 16, 12, 12, dtype=torch.float64) + 1000).float()
+    draws = 8 if len(shape) == 4 else 2
+    for _ in range(draws):
+        x = (torch.randn(shape, dtype=torch.float64) + mean).float()
         x = x if layout == "contiguous" else channels_last(x)
         g = torch.randn(x.shape, dtype=torch.float64)
         truth = both(theirs, x.double(), g)
         for function, total in errors.items():
             total += torch.tensor([relative_error(a, t) for a, t in zip(both(function, x, g), truth, strict=True)])
-    digits_lost = torch.log10(errors[ours] / errors[theirs])
-    assert (digits_lost < 0.01).all(), digits_lost
+    mine, reached = errors[ours] / draws, errors[theirs] / draws
+    # Where both are exact to float32 rounding no digit is lost; beyond that, not a hundredth of one more.
+    assert ((mine < 2e-7) | (mine < 10**0.01 * reached)).all(), (mine, reached)
 
 
 def test_other_layouts_of_the_gradient():
@@ -249,6 +251,46 @@ def test_full_covariance_matches_its_definition(N):
         covariance = torch.cov(values, correction=0)
         fused = (1 - q) * torch.diag(var[group].detach()) + q * covariance + q * (1 - q) * torch.outer(d, d)
         assert_same([posterior.cov[group].detach()], [fused], 1e-12)
+
+
+def test_third_derivatives():
+    """Gradients of gradients of gradients, as plain autograd has them. (`F.batch_norm`'s own are off in torch 2.10.)"""
+
+    def third(function):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf).pow(3).sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(second.pow(2).sum(), leaf)
+
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    nothing = (None,) * 5
+    expected = third(lambda v: reference.batch_kalman_norm(v, *nothing, 0, 1e-5)[0])
+    assert_same(third(lambda v: batch_kalman_norm(v, *nothing[:4])[0]), expected, 1e-8)
+
+
+def test_forward_mode():
+    x, v = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(4, 2, 3, dtype=torch.float64)
+
+    def ours(x):
+        return batch_kalman_norm(x, None, None, None, None)[0]
+
+    def theirs(x):
+        return F.batch_norm(x, None, None, training=True)
+
+    expected = torch.func.jvp(theirs, (x,), (v,))[1]
+    assert_same([torch.func.jvp(ours, (x,), (v,))[1]], [expected], 1e-10)
+    with forward_ad.dual_level():
+        dual = ours(forward_ad.make_dual(x, v))
+        assert_same([forward_ad.unpack_dual(dual).tangent], [expected], 1e-10)
+
+
+def test_bias_may_change_before_the_backward():
+    x, mean, var, gain, weight, bias = arguments((4, 3, 2), 2)
+    y, _ = batch_kalman_norm(x, Moments(mean, var), gain, weight, bias, statistics_batch_size=2)
+    with torch.no_grad():
+        bias.add_(1)
+    y.sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, 8.0))
 
 
 def test_torch_func():

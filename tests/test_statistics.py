@@ -121,6 +121,41 @@ def test_a_bad_batch_leaves_all_buffers_and_is_counted(kind, bad):
     assert layer.num_batches_tracked == 2
 
 
+def test_a_finite_batch_that_overflows_the_averages_is_skipped():
+    layer = BatchKalmanNorm2d(3)
+    layer(torch.randn(4, 3, 2, 2))
+    before = {k: v.clone() for k, v in layer.named_buffers()}
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        layer(torch.randn(4, 3, 2, 2) * 1e10 + 3e19)
+    assert layer.skipped_batches == 1
+    assert torch.equal(layer.running_var, before["running_var"])
+
+
+def test_a_bad_prior_is_skipped_too():
+    layer = BatchKalmanNorm2d(3, 3, transition="identity")
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        layer(torch.randn(4, 3, 2, 2), Moments(torch.full((1, 3), float("nan")), torch.ones(1, 3)))
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+
+
+def test_reset_forgets_the_warning():
+    layer = BatchKalmanNorm2d(3)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+            layer(torch.full((2, 3, 2, 2), float("nan")))
+        layer.reset_running_stats()
+        assert layer.skipped_batches == 0
+
+
+def test_cumulative_observations_never_forget():
+    """momentum=None: a plain average over all batches, also after observation_momentum would have taken over."""
+    layer = BatchKalmanNorm2d(2, momentum=None, dtype=torch.float64)
+    parts = [torch.randn(2, 2, 3, 3, dtype=torch.float64) + i for i in range(80)]
+    for part in parts:
+        layer(part)
+    torch.testing.assert_close(layer.observed_mean, torch.cat(parts).mean((0, 2, 3)), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "ask", [nn.Module.eval, nn.Module.state_dict, check_statistics], ids=["eval", "state_dict", "check"]
 )
@@ -145,6 +180,9 @@ def test_frozen_statistics_survive_train():
     assert model[1].weight.grad is not None
     assert all(torch.equal(v, before[k]) for k, v in model[1].named_buffers())
     torch.testing.assert_close(y, model.eval()(x))
+    y = model.train()(x)
+    model[1].running_mean.add_(0)  # as DDP does when it broadcasts buffers before the backward
+    y.sum().backward()
     freeze_statistics(model, False)
     model.train()(x)
     assert not torch.equal(model[1].running_mean, before["running_mean"])

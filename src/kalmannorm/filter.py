@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kalmannorm.moments import Moments
+from kalmannorm.moments.core import full_precision
 
 
 def predict(previous: Moments, matrix: Tensor, noise: Tensor, *, full: bool = False) -> Moments:
     """Prior (G, C) from the posterior (G, P) of the layer before; `matrix` is A (C, P), `noise` is r ≥ 0."""
-    # Under autocast the products would run in half precision, and the statistics with them.
-    with torch.autocast(device_type=matrix.device.type, enabled=False):
+    with full_precision(matrix.device):
         mean = previous.mean @ matrix.t()
         if not full:
             return Moments(mean, previous.var @ matrix.square().t() + noise)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kalmannorm import op
 from kalmannorm.checks import (
@@ -21,6 +22,13 @@ from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 
 
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, neither of which sees through a custom op."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def normalize(
     x: Tensor,
     prior: Moments | None,
@@ -32,8 +40,7 @@ def normalize(
     eps: float,
 ) -> tuple[Tensor, Moments, Moments]:
     """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        # torch.func does not see through the autograd of a custom op.
+    if transformed():
         return plain.normalize(x, prior, gain, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps)
     if prior is None:
         mean = var = gain = None

@@ -25,6 +25,7 @@ from kalmannorm.statistics import moved, pool_batch, values_seen
 
 Inference = Literal["population", "batch", "example"]
 INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
+MANY = 1 << 40
 SKIPPED_WARNING = (
     "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
     "kalmannorm.check_statistics(model) lists the layers and how often."
@@ -108,6 +109,7 @@ class GroupedNorm(_NormBase):
 
     def reset_running_stats(self) -> None:
         super().reset_running_stats()
+        self._warned = False
         for name, fill in (("observed_mean", 0), ("observed_var", 1), ("values_tracked", 0), ("skipped_batches", 0)):
             buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
             if buffer is not None:
@@ -176,14 +178,17 @@ class GroupedNorm(_NormBase):
             None if t is None else t.to(dtype) for t in (self.running_mean, self.running_var, self.weight, self.bias)
         )
         assert mean is not None and var is not None
+        if self.training:
+            # Frozen: DDP may write its buffers anew before the backward that still needs these.
+            mean, var = mean.clone(), var.clone()
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
         return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
 
     def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
-        if prior is None and not torch.compiler.is_compiling():
-            check_enough_values(x, self.statistics_batch_size)
         size = self.statistics_batch_size
+        if prior is None and not exporting():
+            check_enough_values(x, size)
         y, posterior, _ = plain.normalize(
             x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps
         )
@@ -192,6 +197,8 @@ class GroupedNorm(_NormBase):
     def _forward_example(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         self.check_inference("example")
         prior, gain = self._predict(previous, x.shape[0])
+        if prior is None and self.statistics_batch_size == 1:
+            check_enough_values(x, 1)
         posterior = plain.fuse(prior, self._virtual_group(plain.observe_examples(x)), gain)
         return plain.apply(x, posterior, self.weight, self.bias, 1, self.eps), posterior
 
@@ -220,21 +227,21 @@ class GroupedNorm(_NormBase):
         values = x.numel() // x.shape[1]
         population = self._pool(posterior, examples, size)
         seen = pool_batch(observation, examples, size, total_variance=True)
-        finite = torch.isfinite(population.mean + population.var + seen.mean + seen.var).all()
         total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
         cumulative = values / total.to(self.running_mean.dtype)
         alpha = cumulative if self.momentum is None else self.momentum
 
-        def store(mean: Tensor, var: Tensor, new: Moments) -> None:
-            mean.copy_(torch.where(finite, new.mean.to(mean.dtype), mean))
-            var.copy_(torch.where(finite, new.var.to(var.dtype), var))
-
-        store(self.running_mean, self.running_var, self._moved(population, alpha))
+        moves = [(self.running_mean, self.running_var, self._moved(population, alpha))]
         if self.observed_mean is not None and self.observed_var is not None:
             # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
             alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
             new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
-            store(self.observed_mean, self.observed_var, new)
+            moves.append((self.observed_mean, self.observed_var, new))
+        # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
+        finite = torch.isfinite(torch.stack([part for _, _, new in moves for part in (new.mean, new.var)])).all()
+        for mean, var, new in moves:
+            mean.copy_(torch.where(finite, new.mean, mean))
+            var.copy_(torch.where(finite, new.var, var))
         self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))
         self.num_batches_tracked.add_(finite)
         self.skipped_batches.add_(~finite)
@@ -274,7 +281,7 @@ class GroupedNorm(_NormBase):
         self._posterior = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_posterior": None}
+        return {**super().__getstate__(), "_posterior": None}  # type: ignore[no-untyped-call]
 
     def _float32_tensors(self) -> list[Tensor | None]:
         """What stays float32 in a half-precision model: every buffer."""
@@ -314,16 +321,21 @@ class GroupedNorm(_NormBase):
         statistics = {name: buffer for name, buffer in self.named_buffers() if name not in batchnorm}
         learned = {name: parameter.detach() for name, parameter in self.named_parameters() if name not in batchnorm}
         sources = {"observed_mean": "running_mean", "observed_var": "running_var"}
-        for family in (statistics, learned):
-            if any(prefix + name in state_dict for name in family):
-                continue
-            for name, current in family.items():
-                if name in sources:
-                    fill = state_dict.get(prefix + sources[name])
+        running = state_dict.get(prefix + "running_mean")
+        if running is not None and not any(prefix + name in state_dict for name in statistics):
+            # How many values went in is not known; with a momentum it only has to be many, lest the next batch count
+            # as the first and wipe out what was loaded.
+            counts = {"values_tracked": 0 if self.momentum is None else MANY, "skipped_batches": 0}
+            for name in statistics:
+                if name in counts:
+                    fill = torch.tensor(counts[name], dtype=torch.long, device=running.device)
                 else:
-                    fill = torch.zeros_like(current) if family is statistics else current
-                if fill is not None:
-                    state_dict[prefix + name] = fill
+                    fill = state_dict[prefix + sources[name]].clone()
+                state_dict[prefix + name] = fill
+        if not any(prefix + name in state_dict for name in learned):
+            # On the meta device there is no start to keep: the keys stay missing and are reported.
+            filled = {prefix + name: t.clone() for name, t in learned.items() if not t.is_meta}
+            state_dict.update(filled)
 
     def extra_repr(self) -> str:
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]

@@ -191,7 +191,7 @@ class BatchKalmanNorm(GroupedNorm):
         """The posterior of the last forward, with its gradient, until the next forward or `release()`.
 
         It is never copied, pickled or saved. It keeps the graph of that forward alive: `release()` it after the
-        backward where that matters, such as before capturing a CUDA graph.
+        backward where that matters, such as before capturing a CUDA graph, or use `return_posterior=True`.
         """
         return _TRACED.get(self) if exporting() else self._posterior
 
@@ -219,10 +219,17 @@ class BatchKalmanNorm(GroupedNorm):
 
         `previous` is the posterior of the layer before, (G, P) or (1, P), in `example` inference (N, P) or (1, P);
         with another number of rows it is pooled to one. None: the observation alone.
+
+        `return_posterior=True` returns (y, posterior) and holds nothing: the form for activation checkpointing, and for
+        memory, because a held posterior keeps the graph of its forward alive.
         """
+        if self._posterior is not None:
+            self.release()
         y, posterior = self._forward(x, previous)
+        if return_posterior:
+            return y, posterior
         self._hold(posterior)
-        return (y, posterior) if return_posterior else y
+        return y
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
         if previous is None:
@@ -261,6 +268,9 @@ class BatchKalmanNorm(GroupedNorm):
                 remedy = "build the layer with its width" if self.transition else "carry it through kalmannorm.moments"
                 expected = f"(groups, prior_features) = (·, {self.prior_features})"
                 raise ValueError(f"previous.{part} must be {expected}, got {shape}; {remedy}")
+        if previous.mean.shape != previous.var.shape:
+            shapes = tuple(previous.mean.shape), tuple(previous.var.shape)
+            raise ValueError(f"previous.mean and previous.var must have one shape, got {shapes[0]} and {shapes[1]}")
 
     def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
         if self.covariance == "diagonal":

@@ -102,8 +102,9 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.statistics_batch_size, ctx.eps = inputs
+    *tensors, bias, ctx.statistics_batch_size, ctx.eps = inputs
     ctx.present = [t is not None for t in tensors]
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)  # no gradient needs its values
     ctx.save_for_backward(*(t for t in tensors if t is not None), *output[1:])
 
 
@@ -111,23 +112,24 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     saved = list(ctx.saved_tensors)
     moments = saved[-4:]
     tensors = [saved.pop(0) if present else None for present in ctx.present]
-    x, prior_mean, prior_var, gain, weight, _ = tensors
+    x, prior_mean, prior_var, gain, weight = tensors
     like = (x, *moments)
     given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)]
     dx, *per_group = batch_kalman_norm_backward(
         given, x, prior_mean, prior_var, gain, weight, moments, ctx.statistics_batch_size, ctx.eps
     )
+    like_parameters = [None if t is None else (t.shape, t.dtype) for t in tensors[1:]]
     summed = (
-        None if t is None else g.sum_to_size(_row_shape(t)).reshape(t.shape).to(t.dtype)
-        for g, t in zip(per_group, tensors[1:], strict=True)
+        None if given is None else g.sum_to_size(_row_shape(given[0])).reshape(given[0]).to(given[1])
+        for g, given in zip(per_group, (*like_parameters, ctx.bias), strict=True)
     )
     return dx, *summed, None, None
 
 
-def _row_shape(t: Tensor) -> tuple[int, int]:
+def _row_shape(shape: torch.Size) -> tuple[int, int]:
     """The (rows, channels) shape that () , (C,), (1, C) or (G, C) broadcasts from."""
-    shape = (1, 1, *t.shape)
-    return shape[-2], shape[-1]
+    padded = (1, 1, *shape)
+    return padded[-2], padded[-1]
 
 
 torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context=_save)
@@ -142,8 +144,10 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
     *saved, moments = ctx.saved_tensors
+    higher = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in saved]
+        # Views, so that one tensor in two places counts in each; attached, so that third derivatives are right too.
+        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in saved]
         outer, x, rest = leaves[:5], leaves[5], leaves[6:]
         ones = torch.ones_like(moments)
 
@@ -152,7 +156,7 @@ def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             if not present:
                 return None
             t: Tensor = rest.pop(0)
-            return t.to(ones.dtype).expand(_row_shape(t)) * ones
+            return t.to(ones.dtype).expand(_row_shape(t.shape)) * ones
 
         prior_mean, prior_var, gain, weight = (next_rows(present) for present in ctx.present)
         weight = ones.clone().requires_grad_() if weight is None else weight
@@ -166,7 +170,9 @@ def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         pairs = [
             (a, g.to(a.dtype)) for a, (_, g) in zip(first, given, strict=True) if g is not None and a.requires_grad
         ]
-        second = torch.autograd.grad([a for a, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+        second = torch.autograd.grad(
+            [a for a, _ in pairs], leaves, [g for _, g in pairs], create_graph=higher, allow_unused=True
+        )
     at_rest = list(second[6:])
     optional = (at_rest.pop(0) if present else None for present in ctx.present)
     return list(second[:5]), second[5], *optional, [None] * 4, None, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kalmannorm import filter as kalman
 from kalmannorm.moments import Moments
+from kalmannorm.moments.core import full_precision
 
 TRANSITIONS = ("learned", "identity", "weights")
 
@@ -65,8 +66,7 @@ class LearnedTransition(nn.Module):
         return self.matrix if self.rank is None else self.left @ self.right
 
     def forward(self, previous: Moments, full: bool = False) -> Moments:
-        # Under autocast the low-rank product would run in half precision.
-        with torch.autocast(device_type=self.noise.device.type, enabled=False):
+        with full_precision(self.noise.device):
             matrix = self.dense()
         return kalman.predict(previous.to(matrix.dtype), matrix, self.noise.abs(), full=full)
 

@@ -16,19 +16,24 @@ from kalmannorm import filter as kalman
 from kalmannorm.groups import expand_groups, group_size, group_sizes, mean_groups, statistics_dtype, sum_groups
 from kalmannorm.moments import Moments
 
+PIECE = 1024
+
 
 class Rows:
-    """x (N, C, *) seen as rows of L positions per example; `axis` is where the positions lie."""
+    """x (N, C, *) seen as rows of L positions per example; `axis` is where the positions lie.
+
+    With one position, as in (N, C), both views are the same memory, and (N, 1, C) is the one that vectorises.
+    """
 
     def __init__(self, x: Tensor) -> None:
         examples, channels = x.shape[:2]
+        self.positions = x.numel() // (examples * channels)
         self.channels_last = not x.is_contiguous()
-        if self.channels_last:
-            self.values = x.movedim(1, -1).reshape(examples, -1, channels)
+        self.axis = 1 if self.channels_last or self.positions == 1 else 2
+        if self.axis == 1:
+            self.values = x.movedim(1, -1).reshape(examples, self.positions, channels)
         else:
-            self.values = x.reshape(examples, channels, -1)
-        self.axis = 1 if self.channels_last else 2
-        self.positions = self.values.shape[self.axis]
+            self.values = x.reshape(examples, channels, self.positions)
 
     def spread(self, rows_NC: Tensor) -> Tensor:
         """(N, C) shaped to broadcast over the positions."""
@@ -42,11 +47,18 @@ class Rows:
 
 
 def mean_square(centred: Tensor, axis: int) -> Tensor:
-    if axis == 2:
-        # One vectorised pass; along another axis the norm is far slower than a product and a sum.
-        norm: Tensor = torch.linalg.vector_norm(centred, dim=2)
-        return norm.square_() / centred.shape[2]
-    return centred.square().mean(axis)
+    if axis == 1:
+        return centred.square().mean(1)
+    # A norm is one vectorised pass, but it adds up in plain float32: over pieces, or large maps would lose digits.
+    positions = centred.shape[2]
+    pieces, rest = divmod(positions, PIECE)
+    total = centred.new_zeros(centred.shape[:2])
+    if pieces:
+        norms = torch.linalg.vector_norm(centred[:, :, : pieces * PIECE].reshape(*total.shape, pieces, PIECE), dim=3)
+        total = total + norms.square_().sum(2)
+    if rest:
+        total = total + torch.linalg.vector_norm(centred[:, :, pieces * PIECE :], dim=2).square_()
+    return total / positions
 
 
 def forward(
@@ -142,7 +154,7 @@ def backward(
 
 def reduce_gradient(rows: Rows, grad_rows: Rows, mean_NC: Tensor) -> tuple[Tensor, Tensor]:
     """Σ g and Σ g (x - mean) of each example and channel, (N, C)."""
-    if not rows.channels_last and mean_NC.device.type == "cpu":
+    if rows.axis == 2 and mean_NC.device.type == "cpu":
         # As one example with N·C channels, both sums are one pass of PyTorch's native batch-norm backward.
         mean, ones = mean_NC.reshape(-1), torch.ones(mean_NC.numel(), dtype=mean_NC.dtype)
         flat = (1, -1, rows.positions)

@@ -1,7 +1,6 @@
 """The op in plain, differentiable operations that every exporter knows: inference, torch.func, the full covariance.
 
-No custom op and no branch on the batch size, so what `torch.export` or ONNX sees holds no trace of this library and
-keeps a dynamic batch.
+No custom op, so what `torch.export` sees holds no trace of this library.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from torch import Tensor
 from kalmannorm import filter as kalman
 from kalmannorm.groups import expand_groups, group_size, merge_examples, statistics_dtype
 from kalmannorm.moments import Moments
+from kalmannorm.moments.core import full_precision
 
 
 def observe_examples(x: Tensor) -> Moments:
@@ -96,8 +96,7 @@ def normalize_full(
 ) -> tuple[Tensor, Moments, Moments]:
     """Output, posterior and observation with covariances; normalizes by their diagonal."""
     size = group_size(x.shape[0], statistics_batch_size)
-    # Under autocast the products would run in half precision, and the covariances with them.
-    with torch.autocast(device_type=x.device.type, enabled=False):
+    with full_precision(x.device):
         observation = observe_covariances(x, size)
         if prior is not None and prior.cov is None:
             prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))

@@ -6,6 +6,7 @@ example is a row of its own. Values are float32 whatever the activations are (fl
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,11 @@ class Moments(NamedTuple):
             return Moments(mean, var)
         outer = spread.unsqueeze(2) * spread.unsqueeze(1)
         return Moments(mean, var, (column.unsqueeze(2) * (self.cov + outer)).sum(0, keepdim=True))
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Within it products stay float32 under autocast, which would run them, and the statistics, in half precision."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = None) -> Moments:

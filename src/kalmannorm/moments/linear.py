@@ -20,20 +20,14 @@ dropped. All is float32 (float64 for float64 moments), under autocast and with h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from kalmannorm.moments.core import Moments
+from kalmannorm.moments.core import Moments, full_precision
 from kalmannorm.moments.windows import Size, axes_of, windows
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-
-
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast would run the contractions in half precision."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _add_bias(name: str, mean: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,7 +47,7 @@ def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
             f"got {tuple(weight.shape)}"
         )
     weight = weight.to(m.mean.dtype)
-    with _full_precision(m.mean.device):
+    with full_precision(m.mean.device):
         mean, var = m.mean @ weight.T, m.var @ weight.square().T
     return Moments(_add_bias("linear", mean, bias), var)
 
@@ -137,7 +131,7 @@ def convolution(
     if padding_mode != "zeros":
         axes = tuple(axis._replace(size=None) for axis in axes)
     *inside, of_kinds, of_taps = windows(axes, m.mean.dtype, m.mean.device)
-    with _full_precision(m.mean.device):
+    with full_precision(m.mean.device):
         var = _contract(m.var, grouped.square(), of_taps)
         if of_kinds.numel() == 1:
             mean = _contract(m.mean, grouped, of_taps)
