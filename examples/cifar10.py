@@ -5,8 +5,9 @@
 FOLDER is `cifar-10-batches-py`, CIFAR-10's "python version". Each run trains the net of the paper's section 4.4 (a 3×3
 stem of stride 2, three Inception blocks on 16×16 maps, a hidden layer of 1000) with SGD, Nesterov 0.9, a learning rate
 falling linearly from 0.1 to 0, weight decay 5e-4, crops and flips, bf16 on a GPU. Runs differ in the norm, the
-statistics batch and the seed only. They are tested in the three ways of inference. On a GPU the step is a CUDA graph,
-and several runs share the device (`--jobs`).
+statistics batch and the seed only; "BKN learned" starts at a gain of 0.9 and has a noise of its own in each layer, "BKN
+weights" starts at 0.5. They are tested in the three ways of inference. On a GPU the step is a CUDA graph, and several
+runs share the device (`--jobs`).
 """
 
 from __future__ import annotations

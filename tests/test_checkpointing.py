@@ -68,6 +68,8 @@ def test_compiled_with_checkpointing_inside():
     compiled(x).square().sum().backward()
     for (name, p), q in zip(block.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    for (name, p), q in zip(block.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_prior_from_outside_the_segment():

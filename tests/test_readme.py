@@ -33,8 +33,8 @@ def test_the_cifar_table_is_what_the_records_say():
         "batch norm (128, 128)": ("BN", 128),
         "batch norm (128, 2)": ("BN", 2),
         "group norm": ("GN", 2),
-        "BKN learned (128, 2), the paper's transition": ("BKN learned", 2),
-        "BKN weights (128, 2), prior through the weights": ("BKN weights", 2),
+        "BKN learned (128, 2)": ("BKN learned", 2),
+        "BKN weights (128, 2)": ("BKN weights", 2),
     }.items():
         own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
         assert len(own) == 3

@@ -112,12 +112,11 @@ def draw_accuracy(axes: Axes, records: list[Record]) -> None:
     axes.xaxis.set_major_locator(MultipleLocator(2))
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_xlabel("test accuracy %;  ● population statistics,  ○ example inference", x=0.28)
-    lost = baseline - means["BN", 2, "population"]
-    gained = means["BKN weights", 2, "example"] - baseline
+    lost = [baseline - means[method, 2, "population"] for method in ("BN", "BKN weights")]
     seeds, epochs = len({record["seed"] for record in records}), records[0]["epochs"]
     title(
         axes,
-        f"Batch 2 costs batch norm {lost:.1f} points; BKN gains {gained:.1f}",
+        f"Batch 2 costs batch norm {lost[0]:.1f} points, BKN {lost[1]:.1f}",
         f"CIFAR-10, the paper's Inception net, {epochs} epochs; mean and range of {seeds} seeds",
         left=-0.44,
     )

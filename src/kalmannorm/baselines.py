@@ -40,7 +40,7 @@ class BatchRenorm(GroupedNorm):
         warmup_steps: batches that run as plain batch norm (r_max = 1, d_max = 0).
         r_steps, d_steps: the batch at which each clip, growing linearly after the warm-up, reaches its end.
 
-    The schedule counts training forwards (`num_batches_tracked`); the defaults are the paper's, made for 160,000
+    The schedule counts training forwards (`num_batches_tracked`); its defaults are the paper's, made for 160,000
     steps, so shorter runs should scale them. `batch` inference normalizes as training does, r and d included.
     Other arguments as in `BatchKalmanNorm`.
     """

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.functional import normalize
-from kalmannorm.groups import group_size, statistics_dtype
+from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 from kalmannorm.statistics import moved, pool_batch, values_seen
@@ -84,7 +84,6 @@ class GroupedNorm(_NormBase):
         self.observation_momentum = observation_momentum
         self.frozen = False
         self._warned = False
-        self._posterior: Moments | None = None
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
         self.set_inference(inference)
@@ -215,8 +214,7 @@ class GroupedNorm(_NormBase):
         return Moments(mean, var)
 
     def _groups(self, x: Tensor) -> int:
-        size = group_size(x.shape[0], self.statistics_batch_size)
-        return (x.shape[0] + size - 1) // size
+        return group_count(x.shape[0], group_size(x.shape[0], self.statistics_batch_size))
 
     def _track(self, posterior: Moments, observation: Moments, x: Tensor) -> None:
         """Move every buffer by one step, or none where a statistic is not finite; no value leaves the device."""
@@ -226,7 +224,6 @@ class GroupedNorm(_NormBase):
         examples, size = x.shape[0], group_size(x.shape[0], self.statistics_batch_size)
         values = x.numel() // x.shape[1]
         population = self._pool(posterior, examples, size)
-        seen = pool_batch(observation, examples, size, total_variance=True)
         total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
         cumulative = values / total.to(self.running_mean.dtype)
         alpha = cumulative if self.momentum is None else self.momentum
@@ -235,6 +232,7 @@ class GroupedNorm(_NormBase):
         if self.observed_mean is not None and self.observed_var is not None:
             # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
             alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
+            seen = pool_batch(observation, examples, size, total_variance=True)
             new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
             moves.append((self.observed_mean, self.observed_var, new))
         # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
@@ -276,13 +274,6 @@ class GroupedNorm(_NormBase):
         super().train(mode)
         return self
 
-    def release(self) -> None:
-        """Let go of the posterior, and with it of the graph it carries."""
-        self._posterior = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_posterior": None}  # type: ignore[no-untyped-call]
-
     def _float32_tensors(self) -> list[Tensor | None]:
         """What stays float32 in a half-precision model: every buffer."""
         return list(self._buffers.values())
@@ -321,14 +312,14 @@ class GroupedNorm(_NormBase):
         statistics = {name: buffer for name, buffer in self.named_buffers() if name not in batchnorm}
         learned = {name: parameter.detach() for name, parameter in self.named_parameters() if name not in batchnorm}
         sources = {"observed_mean": "running_mean", "observed_var": "running_var"}
-        running = state_dict.get(prefix + "running_mean")
-        if running is not None and not any(prefix + name in state_dict for name in statistics):
+        running = [state_dict[prefix + name] for name in sources.values() if prefix + name in state_dict]
+        if len(running) == 2 and not any(prefix + name in state_dict for name in statistics):
             # How many values went in is not known; with a momentum it only has to be many, lest the next batch count
             # as the first and wipe out what was loaded.
             counts = {"values_tracked": 0 if self.momentum is None else MANY, "skipped_batches": 0}
             for name in statistics:
                 if name in counts:
-                    fill = torch.tensor(counts[name], dtype=torch.long, device=running.device)
+                    fill = torch.tensor(counts[name], dtype=torch.long, device=running[0].device)
                 else:
                     fill = state_dict[prefix + sources[name]].clone()
                 state_dict[prefix + name] = fill

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from typing import Literal, overload
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,6 +115,7 @@ class BatchKalmanNorm(GroupedNorm):
         self.prior_features = prior_features
         self.initial_gain = open_unit_interval("gain", gain)
         self._missed_previous = False
+        self._posterior: Moments | None = None
         self.transition_kind: Transition = transition
         self.transition: LearnedTransition | None = None
         self.gain_logit: nn.Parameter | None = None
@@ -194,6 +195,13 @@ class BatchKalmanNorm(GroupedNorm):
         backward where that matters, such as before capturing a CUDA graph, or use `return_posterior=True`.
         """
         return _TRACED.get(self) if exporting() else self._posterior
+
+    def release(self) -> None:
+        """Let go of the posterior, and with it of the graph it carries."""
+        self._posterior = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_posterior": None}  # type: ignore[no-untyped-call]
 
     def _hold(self, posterior: Moments) -> None:
         if exporting():
