@@ -68,8 +68,13 @@ def test_compiled_with_checkpointing_inside():
     compiled(x).square().sum().backward()
     for (name, p), q in zip(block.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
-    for (name, p), q in zip(block.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=name)
+    # torch 2.6 recomputes the moves of the statistics too, those of its own BatchNorm as well: be as good as that.
+    batchnorm = nn.BatchNorm2d(3)
+    torch.compile(lambda x: checkpoint(batchnorm, x, use_reentrant=False), backend="aot_eager")(x).sum().backward()
+    assert twin.norm1.num_batches_tracked == twin.norm2.num_batches_tracked == batchnorm.num_batches_tracked
+    if batchnorm.num_batches_tracked == 1:
+        for (name, p), q in zip(block.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_prior_from_outside_the_segment():
