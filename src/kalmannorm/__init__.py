@@ -10,14 +10,16 @@ from kalmannorm.baselines import (
     GhostBatchNorm3d,
 )
 from kalmannorm.functional import batch_kalman_norm
+from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from kalmannorm.norm import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from kalmannorm.optimization import gains, parameter_groups
 from kalmannorm.population import check_statistics, freeze_statistics, set_inference
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchKalmanNorm",
     "BatchKalmanNorm1d",
     "BatchKalmanNorm2d",
     "BatchKalmanNorm3d",
@@ -27,6 +29,7 @@ __all__ = [
     "GhostBatchNorm1d",
     "GhostBatchNorm2d",
     "GhostBatchNorm3d",
+    "GroupedNorm",
     "Moments",
     "__version__",
     "batch_kalman_norm",
