@@ -324,3 +324,17 @@ def test_fake_results_have_the_real_shapes_strides_and_dtypes(layout):
         fake_grads = torch.autograd.grad(fake[0].sum(), faked)
     for r, f in zip((*real, *real_grads), (*fake, *fake_grads), strict=True):
         assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+
+
+def test_double_backward_in_half_precision():
+    """A gradient penalty on bf16 activations: right dtype, and the value of float64 to bf16's precision."""
+
+    def penalty(leaf):
+        y, _ = batch_kalman_norm(leaf, None, None, None, None, statistics_batch_size=2)
+        (first,) = torch.autograd.grad(y.double().pow(3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(first.double().square().sum(), leaf)[0]
+
+    x = (torch.randn(4, 3, 8, 8) * 2).bfloat16().requires_grad_()
+    actual, expected = penalty(x), penalty(x.detach().double().requires_grad_())
+    assert actual.dtype == torch.bfloat16
+    assert relative_error(actual, expected) < 5e-2

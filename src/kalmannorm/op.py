@@ -167,9 +167,7 @@ def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first = torch.autograd.grad(
             outputs, [t for t, _ in given], outer, create_graph=True, allow_unused=True, materialize_grads=True
         )
-        pairs = [
-            (a, g.to(a.dtype)) for a, (_, g) in zip(first, given, strict=True) if g is not None and a.requires_grad
-        ]
+        pairs = [(a, g) for a, (_, g) in zip(first, given, strict=True) if g is not None and a.requires_grad]
         second = torch.autograd.grad(
             [a for a, _ in pairs], leaves, [g for _, g in pairs], create_graph=higher, allow_unused=True
         )
