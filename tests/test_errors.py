@@ -83,6 +83,11 @@ CALLS = {
         "one value per channel",
     ),
     "one value, layer": (lambda: GhostBatchNorm2d(3)(ONE[:1]), ValueError, "one value per channel"),
+    "one value, full": (
+        lambda: BatchKalmanNorm2d(3, statistics_batch_size=1, covariance="full", inference="batch").eval()(ONE),
+        ValueError,
+        "one value per channel",
+    ),
     "one value, example": (
         lambda: BatchKalmanNorm2d(3, statistics_batch_size=1, inference="example").eval()(ONE),
         ValueError,

@@ -53,14 +53,14 @@ def test_predict_stays_float32_under_autocast():
 
 
 def test_pooled_moments_are_those_of_all_values():
-    groups = [torch.randn(n, 3).double() * 2 + n for n in (4, 4, 2)]
+    groups = [torch.randn(4, 3).double() * 2 + shift for shift in (4, 4, 2)]
     each = Moments(
         torch.stack([g.mean(0) for g in groups]),
         torch.stack([g.var(0, correction=0) for g in groups]),
         torch.stack([torch.cov(g.t(), correction=0) for g in groups]),
     )
-    pooled = each.pooled(torch.tensor([0.4, 0.4, 0.2]))
+    pooled = each.pooled()
     everything = torch.cat(groups)
-    torch.testing.assert_close(pooled.mean[0], everything.mean(0), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(pooled.var[0], everything.var(0, correction=0), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(pooled.cov[0], torch.cov(everything.t(), correction=0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(pooled.mean[0], everything.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pooled.var[0], everything.var(0, correction=0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pooled.cov[0], torch.cov(everything.t(), correction=0), rtol=1e-12, atol=1e-12)

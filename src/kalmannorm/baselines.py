@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kalmannorm.checks import check_enough_values
 from kalmannorm.functional import normalize
 from kalmannorm.grouped import GroupedNorm, Inference
 from kalmannorm.groups import group_size
@@ -121,12 +120,12 @@ class BatchRenorm(GroupedNorm):
         size = self.statistics_batch_size
         return normalize(x, None, None, scale, shift, statistics_batch_size=size, eps=self.eps)
 
-    def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
-        if not torch.compiler.is_compiling():
-            check_enough_values(x, self.statistics_batch_size)
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
         size = group_size(x.shape[0], self.statistics_batch_size)
         observation = plain.observe_groups(x, size)
-        return plain.apply(x, observation, *self._affine(observation), size, self.eps), observation
+        return plain.apply(x, observation, *self._affine(observation), size, self.eps), observation, observation
 
     def _pool(self, posterior: Moments, examples: int, size: int) -> Moments:
         sigma = average_groups(torch.sqrt(posterior.var + self.eps), examples, size)

@@ -14,15 +14,9 @@ from kalmannorm.moments import Moments
 
 def positive_int(name: str, value: object) -> int:
     """`value` as an int, from anything that is one (numpy's integers too, but no bool)."""
-    if type(value) is int:  # what torch.compile sees
-        number = value
-    else:
-        try:
-            number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            number = -1
-        if number == -1:
-            raise TypeError(f"{name} must be an int, got {value!r}")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = operator.index(value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
@@ -82,15 +76,15 @@ def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
         )
 
 
-def check_prior(prior: Moments, x: Tensor, statistics_batch_size: int | None, name: str = "prior") -> None:
-    check_moments(name, prior)
+def check_prior(prior: Moments, x: Tensor, statistics_batch_size: int | None) -> None:
+    check_moments("prior", prior)
     N, C = x.shape[:2]
     groups = group_count(N, group_size(N, statistics_batch_size))
     for part, value in (("mean", prior.mean), ("var", prior.var)):
         if value.dim() != 2 or value.shape[1] != C or value.shape[0] not in (1, groups):
             expected = f"(1, {C})" if groups == 1 else f"({groups}, {C}) or (1, {C})"
             given, shape = tuple(value.shape), tuple(x.shape)
-            raise ValueError(f"{name}.{part} must be {expected} for x of shape {shape}, got {given}")
+            raise ValueError(f"prior.{part} must be {expected} for x of shape {shape}, got {given}")
 
 
 def check_channels(name: str, value: Tensor | None, x: Tensor) -> None:

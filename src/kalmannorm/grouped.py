@@ -185,13 +185,17 @@ class GroupedNorm(_NormBase):
 
     def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
-        size = self.statistics_batch_size
         if prior is None and not exporting():
-            check_enough_values(x, size)
-        y, posterior, _ = plain.normalize(
-            x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps
-        )
+            check_enough_values(x, self.statistics_batch_size)
+        y, posterior, _ = self._normalize_plainly(x, prior, gain)
         return y, posterior
+
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
+        """As `_normalize`, in operations that every exporter knows."""
+        size = self.statistics_batch_size
+        return plain.normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
 
     def _forward_example(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         self.check_inference("example")

@@ -281,16 +281,17 @@ class BatchKalmanNorm(GroupedNorm):
             raise ValueError(f"previous.mean and previous.var must have one shape, got {shapes[0]} and {shapes[1]}")
 
     def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
+        return (
+            self._normalize_plainly(x, prior, gain) if self.covariance == "full" else super()._normalize(x, prior, gain)
+        )
+
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
         if self.covariance == "diagonal":
-            return super()._normalize(x, prior, gain)
+            return super()._normalize_plainly(x, prior, gain)
         size = self.statistics_batch_size
         return plain.normalize_full(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
-
-    def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
-        if self.covariance == "diagonal":
-            return super()._forward_batch(x, previous)
-        y, posterior, _ = self._normalize(x, *self._predict(previous, self._groups(x)))
-        return y, posterior
 
     def _float32_tensors(self) -> list[Tensor | None]:
         own = [*super()._float32_tensors(), self.gain_logit]

@@ -51,13 +51,11 @@ def mean_square(centred: Tensor, axis: int) -> Tensor:
         return centred.square().mean(1)
     # A norm is one vectorised pass, but it adds up in plain float32: over pieces, or large maps would lose digits.
     positions = centred.shape[2]
-    pieces, rest = divmod(positions, PIECE)
-    total = centred.new_zeros(centred.shape[:2])
-    if pieces:
-        norms = torch.linalg.vector_norm(centred[:, :, : pieces * PIECE].reshape(*total.shape, pieces, PIECE), dim=3)
-        total = total + norms.square_().sum(2)
-    if rest:
-        total = total + torch.linalg.vector_norm(centred[:, :, pieces * PIECE :], dim=2).square_()
+    whole = positions - positions % PIECE
+    total: Tensor = torch.linalg.vector_norm(centred[:, :, whole:], dim=2).square_()
+    if whole:
+        pieces = centred[:, :, :whole].reshape(*total.shape, -1, PIECE)
+        total = total + torch.linalg.vector_norm(pieces, dim=3).square_().sum(2)
     return total / positions
 
 

@@ -25,31 +25,23 @@ class Moments(NamedTuple):
     var: Tensor
     cov: Tensor | None = None
 
-    def detach(self) -> Moments:
-        return Moments(self.mean.detach(), self.var.detach(), None if self.cov is None else self.cov.detach())
-
     def to(self, dtype: torch.dtype) -> Moments:
         return Moments(self.mean.to(dtype), self.var.to(dtype), None if self.cov is None else self.cov.to(dtype))
 
-    def pooled(self, share: Tensor | None = None) -> Moments:
-        """One row (1, C): the moments of all groups' values together, by the law of total variance.
+    def pooled(self) -> Moments:
+        """One row (1, C): the moments of all groups' values together, the groups counting alike.
 
-        The variance is the average variance *plus* the variance of the means. `share` (G,) weights the groups
-        and sums to 1; without it they count alike.
+        By the law of total variance: the average variance *plus* the variance of the means.
         """
-        groups = self.mean.shape[0]
-        if groups == 1:
+        if self.mean.shape[0] == 1:
             return self
-        if share is None:
-            share = self.mean.new_full((groups,), 1 / groups)
-        column = share.to(self.mean.dtype).unsqueeze(1)
-        mean = (column * self.mean).sum(0, keepdim=True)
+        mean = self.mean.mean(0, keepdim=True)
         spread = self.mean - mean
-        var = (column * (self.var + spread * spread)).sum(0, keepdim=True)
+        var = (self.var + spread * spread).mean(0, keepdim=True)
         if self.cov is None:
             return Moments(mean, var)
         outer = spread.unsqueeze(2) * spread.unsqueeze(1)
-        return Moments(mean, var, (column.unsqueeze(2) * (self.cov + outer)).sum(0, keepdim=True))
+        return Moments(mean, var, (self.cov + outer).mean(0, keepdim=True))
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
@@ -66,7 +58,7 @@ def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = No
     if given is None:
         if channels is None:
             raise ValueError("belief: give `channels` where both weight and bias are None")
-        mean = torch.zeros(1, channels)
+        mean = torch.zeros(1, channels, dtype=torch.float32)
         return Moments(mean, torch.ones_like(mean))
     dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
     mean = torch.zeros_like(given, dtype=dtype) if bias is None else bias.to(dtype)
