@@ -16,9 +16,10 @@ ROOT = Path(kalmannorm.__file__).parent
 LAYERS = [
     {"moments"},
     {"groups", "filter"},
-    {"checks", "statistics", "kernels"},
+    {"checks", "checkpoints", "statistics", "kernels"},
     {"op"},
     {"functional"},
+    {"distributed"},
     {"grouped", "transition"},
     {"norm", "baselines"},
     {"population", "optimization"},

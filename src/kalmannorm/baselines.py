@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kalmannorm.distributed import ProcessGroupChoice
 from kalmannorm.functional import normalize
 from kalmannorm.grouped import GroupedNorm, Inference
 from kalmannorm.groups import group_size
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import average_groups
+from kalmannorm.statistics import Groups
 
 
 class GhostBatchNorm(GroupedNorm):
@@ -28,7 +29,7 @@ class GhostBatchNorm(GroupedNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._forward(x, None)[0]
+        return self._finish(self._forward(x, None)[0])
 
 
 class BatchRenorm(GroupedNorm):
@@ -61,6 +62,7 @@ class BatchRenorm(GroupedNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class BatchRenorm(GroupedNorm):
             eps=eps,
             momentum=momentum,
             affine=affine,
+            process_group=process_group,
             device=device,
             dtype=dtype,
         )
@@ -87,7 +90,7 @@ class BatchRenorm(GroupedNorm):
         self.warmup_steps, self.r_steps, self.d_steps = warmup_steps, r_steps, d_steps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._forward(x, None)[0]
+        return self._finish(self._forward(x, None)[0])
 
     def clips(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max at the present batch, on the device."""
@@ -127,9 +130,10 @@ class BatchRenorm(GroupedNorm):
         observation = plain.observe_groups(x, size)
         return plain.apply(x, observation, *self._affine(observation), size, self.eps), observation, observation
 
-    def _pool(self, posterior: Moments, examples: int, size: int) -> Moments:
-        sigma = average_groups(torch.sqrt(posterior.var + self.eps), examples, size)
-        return Moments(average_groups(posterior.mean, examples, size), sigma.square() - self.eps)
+    def _pool(self, posterior: Groups) -> Moments:
+        mean, var, _ = posterior.moments
+        sigma = posterior.average(torch.sqrt(var + self.eps))
+        return Moments(posterior.average(mean), sigma.square() - self.eps)
 
     def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.running_mean is not None and self.running_var is not None

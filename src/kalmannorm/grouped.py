@@ -12,20 +12,22 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from kalmannorm.checkpoints import fill_from_batchnorm
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
+from kalmannorm.distributed import ProcessGroupChoice, Ranks, normalize_jointly, take_part
 from kalmannorm.functional import normalize
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import moved, pool_batch, values_seen
+from kalmannorm.statistics import Groups, among_average, groups_of, moved, values_seen
 
 Inference = Literal["population", "batch", "example"]
 INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
-MANY = 1 << 40
 SKIPPED_WARNING = (
     "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
     "kalmannorm.check_statistics(model) lists the layers and how often."
@@ -50,6 +52,8 @@ class GroupedNorm(_NormBase):
 
     input_dims: tuple[int, ...] = ()
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
+    then: tuple[str, ...] = ()
+    """Children applied to the result, in order: what a converted norm class did after normalizing."""
 
     values_tracked: Tensor | None
     skipped_batches: Tensor | None
@@ -68,6 +72,7 @@ class GroupedNorm(_NormBase):
         observation_momentum: float = 0.02,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -82,6 +87,7 @@ class GroupedNorm(_NormBase):
         self.statistics_batch_size = statistics_batch_size
         self.total_variance = total_variance
         self.observation_momentum = observation_momentum
+        self.process_group = process_group
         self.frozen = False
         self._warned = False
         self._register_statistics(device, self.filter_dtype(dtype))
@@ -114,6 +120,19 @@ class GroupedNorm(_NormBase):
             if buffer is not None:
                 buffer.fill_(fill)
 
+    @property
+    def process_group(self) -> ProcessGroupChoice:
+        """Whose observations are joined in training: None, "world" or a ProcessGroup."""
+        return self._ranks.choice
+
+    @process_group.setter
+    def process_group(self, choice: ProcessGroupChoice) -> None:
+        self.check_process_group(choice)
+        self._ranks = Ranks(choice)
+
+    def check_process_group(self, choice: ProcessGroupChoice) -> None:
+        """Raise where this norm cannot join what ranks observe."""
+
     def set_inference(self, mode: Inference) -> None:
         """Choose what `eval()` normalizes with: "population", "batch" or "example"."""
         self.check_inference(mode)
@@ -143,6 +162,11 @@ class GroupedNorm(_NormBase):
             return self._forward_example(x, previous)
         return self._forward_population(x)
 
+    def _finish(self, y: Tensor) -> Tensor:
+        for name in self.then:
+            y = getattr(self, name)(y)
+        return y
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self.input_dims:
             ranks = " or ".join(f"{rank}D" for rank in self.input_dims)
@@ -157,14 +181,47 @@ class GroupedNorm(_NormBase):
         """The prior, (rows, C) or (1, C), and the gain; none here."""
         return None, None
 
+    def _idle(self, prior: Moments | None) -> list[Tensor]:
+        """The parameters that this forward leaves out, for which DDP would wait: without a prior all but γ and β."""
+        if prior is not None or not torch.is_grad_enabled() or exporting():
+            return []
+        asked = {"weight", "bias", *self.then}
+        return [p for name, p in self.named_parameters() if p.requires_grad and name.split(".")[0] not in asked]
+
+    def _affine(self, observation: Moments) -> tuple[Tensor | None, Tensor | None]:
+        """γ and β, (C,) or (G, C), for groups that were observed so."""
+        return self.weight, self.bias
+
     def _forward_train(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
+        group = self._ranks.group()
+        if group is None:
+            y, posterior = self._train_alone(x, prior, gain)
+        else:
+            y, posterior = self._train_jointly(x, prior, gain, group)
+        return take_part(y, self._idle(prior)), posterior
+
+    def _train_alone(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments]:
         if prior is None:
             check_enough_values(x, self.statistics_batch_size)
         y, posterior, observation = self._normalize(x, prior, gain)
         if self.track_running_stats and not recomputing():
+            batch = x.shape[0], group_size(x.shape[0], self.statistics_batch_size)
             with torch.no_grad():
-                self._track(posterior, observation, x)
+                self._track(groups_of(posterior, *batch), groups_of(observation, *batch), x.numel() // x.shape[1])
+        return y, posterior
+
+    def _train_jointly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Moments]:
+        size = self.statistics_batch_size
+        y, posterior, joint = normalize_jointly(
+            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, group=group
+        )
+        if self.track_running_stats and not recomputing():
+            with torch.no_grad():
+                seen = joint.observation()
+                self._track(seen if prior is None else joint.posterior(posterior), seen, joint.values())
         return y, posterior
 
     def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
@@ -177,10 +234,13 @@ class GroupedNorm(_NormBase):
             None if t is None else t.to(dtype) for t in (self.running_mean, self.running_var, self.weight, self.bias)
         )
         assert mean is not None and var is not None
-        if self.training:
-            # Frozen: DDP may write its buffers anew before the backward that still needs these.
+        if torch.is_grad_enabled() and not exporting():
+            # DDP may write its buffers anew before the backward that still needs these.
             mean, var = mean.clone(), var.clone()
-        y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        idle = self._idle(None)
+        if bias is not None:
+            bias, idle = take_part(bias, idle), []  # a row, where y would be a whole pass
+        y = take_part(F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps), idle)
         return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
 
     def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
@@ -188,7 +248,7 @@ class GroupedNorm(_NormBase):
         if prior is None and not exporting():
             check_enough_values(x, self.statistics_batch_size)
         y, posterior, _ = self._normalize_plainly(x, prior, gain)
-        return y, posterior
+        return take_part(y, self._idle(prior)), posterior
 
     def _normalize_plainly(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None
@@ -202,32 +262,23 @@ class GroupedNorm(_NormBase):
         prior, gain = self._predict(previous, x.shape[0])
         if prior is None and self.statistics_batch_size == 1:
             check_enough_values(x, 1)
-        posterior = plain.fuse(prior, self._virtual_group(plain.observe_examples(x)), gain)
-        return plain.apply(x, posterior, self.weight, self.bias, 1, self.eps), posterior
-
-    def _virtual_group(self, example: Moments) -> Moments:
-        """This example, with weight 1/m, among m - 1 average ones."""
         assert self.observed_mean is not None and self.observed_var is not None
         assert self.statistics_batch_size is not None
-        average = Moments(self.observed_mean, self.observed_var).to(example.mean.dtype)
-        a = 1 / self.statistics_batch_size
-        mean = a * example.mean + (1 - a) * average.mean
-        var = a * (example.var + (example.mean - mean).square()) + (1 - a) * (
-            average.var + (average.mean - mean).square()
-        )
-        return Moments(mean, var)
+        average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))
+        observation = among_average(plain.observe_examples(x), average, self.statistics_batch_size)
+        posterior = plain.fuse(prior, observation, gain)
+        y = plain.apply(x, posterior, self.weight, self.bias, 1, self.eps)
+        return take_part(y, self._idle(prior)), posterior
 
     def _groups(self, x: Tensor) -> int:
         return group_count(x.shape[0], group_size(x.shape[0], self.statistics_batch_size))
 
-    def _track(self, posterior: Moments, observation: Moments, x: Tensor) -> None:
+    def _track(self, posterior: Groups, observation: Groups, values: Tensor | int) -> None:
         """Move every buffer by one step, or none where a statistic is not finite; no value leaves the device."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.values_tracked is not None and self.num_batches_tracked is not None
         assert self.skipped_batches is not None
-        examples, size = x.shape[0], group_size(x.shape[0], self.statistics_batch_size)
-        values = x.numel() // x.shape[1]
-        population = self._pool(posterior, examples, size)
+        population = self._pool(posterior)
         total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
         cumulative = values / total.to(self.running_mean.dtype)
         alpha = cumulative if self.momentum is None else self.momentum
@@ -236,7 +287,7 @@ class GroupedNorm(_NormBase):
         if self.observed_mean is not None and self.observed_var is not None:
             # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
             alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
-            seen = pool_batch(observation, examples, size, total_variance=True)
+            seen = observation.pooled(total_variance=True)
             new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
             moves.append((self.observed_mean, self.observed_var, new))
         # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
@@ -250,8 +301,8 @@ class GroupedNorm(_NormBase):
         if finite.device.type == "cpu" and not torch.compiler.is_compiling() and type(finite) is Tensor and not finite:
             self._warn_skipped()
 
-    def _pool(self, posterior: Moments, examples: int, size: int) -> Moments:
-        return pool_batch(posterior, examples, size, total_variance=self.total_variance)
+    def _pool(self, posterior: Groups) -> Moments:
+        return posterior.pooled(total_variance=self.total_variance)
 
     def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.running_mean is not None and self.running_var is not None
@@ -301,36 +352,8 @@ class GroupedNorm(_NormBase):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._fill_from_batchnorm(state_dict, prefix)
+        fill_from_batchnorm(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _fill_from_batchnorm(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """A BatchNorm's checkpoint lacks what only this class has: the observation starts from its statistics.
-
-        Likewise a norm of ours without a prior lacks the filter, which then stays at its start. What lacks only a part
-        of the statistics or of the filter is damaged, and is left to be refused.
-        """
-        batchnorm = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-        if not any(prefix + name in state_dict for name in batchnorm):
-            return
-        statistics = {name: buffer for name, buffer in self.named_buffers() if name not in batchnorm}
-        learned = {name: parameter.detach() for name, parameter in self.named_parameters() if name not in batchnorm}
-        sources = {"observed_mean": "running_mean", "observed_var": "running_var"}
-        running = [state_dict[prefix + name] for name in sources.values() if prefix + name in state_dict]
-        if len(running) == 2 and not any(prefix + name in state_dict for name in statistics):
-            # How many values went in is not known; with a momentum it only has to be many, lest the next batch count
-            # as the first and wipe out what was loaded.
-            counts = {"values_tracked": 0 if self.momentum is None else MANY, "skipped_batches": 0}
-            for name in statistics:
-                if name in counts:
-                    fill = torch.tensor(counts[name], dtype=torch.long, device=running[0].device)
-                else:
-                    fill = state_dict[prefix + sources[name]].clone()
-                state_dict[prefix + name] = fill
-        if not any(prefix + name in state_dict for name in learned):
-            # On the meta device there is no start to keep: the keys stay missing and are reported.
-            filled = {prefix + name: t.clone() for name, t in learned.items() if not t.is_meta}
-            state_dict.update(filled)
 
     def extra_repr(self) -> str:
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]
@@ -339,6 +362,8 @@ class GroupedNorm(_NormBase):
         parts += [
             f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)
         ]
+        if self.process_group is not None:
+            parts.append("process_group=" + ("'world'" if self.process_group == "world" else "ProcessGroup"))
         return ", ".join(parts + (["frozen"] if self.frozen else []))
 
     def _repr_parts(self) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm.checks import check_moments, open_unit_interval, positive_int
+from kalmannorm.distributed import ProcessGroupChoice
 from kalmannorm.grouped import GroupedNorm, Inference, exporting
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -65,6 +66,9 @@ class BatchKalmanNorm(GroupedNorm):
             False is the plain moving average of the paper's Algorithm 1.
         momentum: α of the running statistics; None weights all values seen alike.
         observation_momentum: α of the observed statistics that `example` inference needs; a plain average at first.
+        process_group: whose observations are joined in training, group g of all ranks being one group; None: this
+            process's own. "world" or a ProcessGroup, which a deep copy shares and a pickle turns into "world". Where
+            torch.distributed is not initialised, and in `eval()` or frozen, the layer runs by itself.
         eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
             are float32 (float64 for float64) whatever `dtype` and `.half()` say.
     """
@@ -88,6 +92,7 @@ class BatchKalmanNorm(GroupedNorm):
         observation_momentum: float = 0.02,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -104,6 +109,7 @@ class BatchKalmanNorm(GroupedNorm):
             observation_momentum=observation_momentum,
             affine=affine,
             track_running_stats=track_running_stats,
+            process_group=process_group,
             device=device,
             dtype=dtype,
         )
@@ -156,6 +162,10 @@ class BatchKalmanNorm(GroupedNorm):
             if noise.shape not in ((), (1,), (self.num_features,)):
                 given = tuple(noise.shape)
                 raise ValueError(f"noise must be one number or ({self.num_features},), got shape {given}")
+
+    def check_process_group(self, choice: ProcessGroupChoice) -> None:
+        if choice is not None and self.covariance == "full":
+            raise ValueError("process_group must be None with covariance='full'; join ranks with covariance='diagonal'")
 
     def check_inference(self, mode: str) -> None:
         super().check_inference(mode)

@@ -11,6 +11,8 @@ With α = n / (values seen so far + n) this is exactly the pooled variance of al
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,20 +20,38 @@ from kalmannorm.groups import group_sizes
 from kalmannorm.moments import Moments
 
 
-def average_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
-    """The average over groups, each weighted by its examples: (G, C) -> (C,)."""
-    return (moments_GC * (group_sizes(examples, size, moments_GC) / examples)).sum(0)
+class Groups(NamedTuple):
+    """Moments of a batch's groups, (G, C), and the share of its values that each holds: a number, or (G, 1)."""
+
+    moments: Moments
+    shares: Tensor | float
+
+    def average(self, rows_GC: Tensor) -> Tensor:
+        """The average over groups, each weighted by its share: (G, C) -> (C,)."""
+        return (rows_GC * self.shares).sum(0)
+
+    def pooled(self, *, total_variance: bool) -> Moments:
+        """One row (C,) for the whole batch."""
+        mean, var = self.moments.mean, self.moments.var
+        if mean.shape[0] == 1:
+            return Moments(mean[0], var[0])
+        average = self.average(mean)
+        if total_variance:
+            var = var + (mean - average).square()
+        return Moments(average, self.average(var))
 
 
-def pool_batch(moments: Moments, examples: int, size: int, *, total_variance: bool) -> Moments:
-    """One row (C,) for the whole batch, groups weighted by their examples."""
-    mean, var = moments.mean, moments.var
-    if moments.mean.shape[0] == 1:
-        return Moments(mean[0], var[0])
-    average = average_groups(mean, examples, size)
-    if total_variance:
-        var = var + (mean - average).square()
-    return Moments(average, average_groups(var, examples, size))
+def groups_of(moments: Moments, examples: int, size: int) -> Groups:
+    """Groups of `size` neighbours among `examples`, weighted by their examples."""
+    return Groups(moments, group_sizes(examples, size, moments.mean) / examples)
+
+
+def among_average(example: Moments, average: Moments, size: int) -> Moments:
+    """A virtual group for each example, (N, C): itself, with weight 1/m, among m - 1 average ones."""
+    a = 1 / size
+    mean = a * example.mean + (1 - a) * average.mean
+    var = a * (example.var + (example.mean - mean).square()) + (1 - a) * (average.var + (average.mean - mean).square())
+    return Moments(mean, var)
 
 
 def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
@@ -41,7 +61,7 @@ def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, t
     return Moments(mean + alpha * step, var + alpha * (target - var))
 
 
-def values_seen(values_tracked: Tensor, batches_tracked: Tensor, values: int) -> Tensor:
+def values_seen(values_tracked: Tensor, batches_tracked: Tensor, values: Tensor | int) -> Tensor:
     """How many values per channel went into the statistics before this batch of `values`.
 
     A BatchNorm checkpoint says how many batches it saw but not how large they were: they count as this one.

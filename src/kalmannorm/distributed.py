@@ -1,0 +1,214 @@
+"""Statistics over the ranks of a process group: group g of all ranks together is one statistics group.
+
+Rank r holds n_r values of it, with mean m_r and variance v_r. Joined,
+
+    n = Σ n_r        mean = Σ n_r m_r / n        var = Σ n_r (v_r + (m_r - mean)²) / n
+
+One message gathers the rows of all ranks and each rank merges them by itself, in float64: equal to the last bit
+everywhere, and nothing cancels where |mean| ≫ σ. Gradients at the joint moments are summed over ranks, so the ranks
+learn as one process does on the joined batch with the sum of their losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from kalmannorm.functional import normalize
+from kalmannorm.groups import group_count, group_size, group_sizes
+from kalmannorm.kernels import plain
+from kalmannorm.moments import Moments
+from kalmannorm.statistics import Groups
+
+ProcessGroupChoice: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
+
+
+def _is_group(value: object) -> bool:
+    if not dist.is_available():
+        return False
+    # Processes outside a group hold a number in its stead: they run by themselves.
+    outside = isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER
+    return outside or isinstance(value, dist.ProcessGroup)
+
+
+class Ranks:
+    """Whose observations a norm joins: `choice` is None (its own), "world" (those of all processes) or a ProcessGroup.
+
+    A ProcessGroup can be neither copied nor pickled: a copy shares it, and a pickle says "world" instead.
+    """
+
+    def __init__(self, choice: ProcessGroupChoice) -> None:
+        expected = "process_group must be None, 'world' or a torch ProcessGroup"
+        if isinstance(choice, str) and choice != "world":
+            raise ValueError(f"{expected}, got {choice!r}")
+        if not (choice is None or isinstance(choice, str) or _is_group(choice)):
+            raise TypeError(f"{expected}, got a {type(choice).__name__}")
+        self.choice = choice
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[str | None]]:
+        return Ranks, (None if self.choice is None else "world",)
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The group to talk to; None where there is nobody: torch.distributed not initialised, or a single rank."""
+        if self.choice is None or not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD if isinstance(self.choice, str) else self.choice
+        return group if dist.get_world_size(group) > 1 else None
+
+
+class Joint(NamedTuple):
+    """What all ranks observed: moments (G, C), and how many values each rank put into each group, (R, G, 1)."""
+
+    moments: Moments
+    counts: Tensor
+    group: dist.ProcessGroup
+
+    def values(self) -> Tensor:
+        """Values per channel, over all groups and ranks."""
+        return self.counts.sum().long()
+
+    def observation(self) -> Groups:
+        return Groups(self.moments, self._shares(self.counts.sum(0)))
+
+    def posterior(self, own: Moments) -> Groups:
+        """The posteriors of all ranks' groups, (R·G, C): each rank may have had another prior."""
+        rows = gather(padded(torch.cat([own.mean, own.var], 1), self.counts.shape[1]), self.group).flatten(0, 1)
+        return Groups(Moments(*rows.chunk(2, 1)), self._shares(self.counts.flatten(0, 1)))
+
+    def _shares(self, counts: Tensor) -> Tensor:
+        return (counts / self.counts.sum()).to(self.moments.mean.dtype)
+
+
+def normalize_jointly(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    affine: Callable[[Moments], tuple[Tensor | None, Tensor | None]],
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Moments, Joint]:
+    """Output and posterior of this rank's groups, and what all ranks observed; `affine` gives γ, β of an observation.
+
+    The op runs twice, once to observe and once, with a gain of 0, to normalize with the posterior as it is: it keeps
+    nothing but x for the backward, where plain operations would keep three tensors of that size.
+    """
+    groups = count_groups(x, statistics_batch_size, group, prior=prior is not None)
+    run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
+    joint = join(x, run(None, None, None, None)[1], group_size(x.shape[0], statistics_batch_size), groups, group)
+    rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
+    posterior = plain.fuse(prior, observation, gain)
+    y, _, _ = run(posterior, torch.zeros_like(posterior.mean[0, 0]), *affine(observation))
+    return y, posterior, joint
+
+
+def join(x: Tensor, local: Moments, size: int, groups: int, group: dist.ProcessGroup) -> Joint:
+    """Joint moments from those of this rank's groups of `size` examples of x; `groups` as in `count_groups`."""
+    positions = x.numel() // (x.shape[0] * x.shape[1])
+    counts = torch.full_like(local.mean[:, :1], positions, dtype=torch.float64)  # exact up to 2^53
+    counts = counts * group_sizes(x.shape[0], size, counts)
+    mean, var, all_counts = _Join.apply(local.mean, local.var, counts, groups, group)  # type: ignore[no-untyped-call]
+    return Joint(Moments(mean, var), all_counts, group)
+
+
+def count_groups(x: Tensor, statistics_batch_size: int | None, group: dist.ProcessGroup, *, prior: bool) -> int:
+    """How many groups the ranks have together; without a prior each must hold two values per channel.
+
+    All ranks exchange their shapes, so that all raise where one has to. With the whole batch as one group there is
+    nothing to ask: two ranks hold two values.
+    """
+    if statistics_batch_size is None:
+        return 1
+    m = statistics_batch_size
+    own = torch.tensor([x.shape[0], x.numel() // (x.shape[0] * x.shape[1])], device=x.device)
+    shapes = gather(own, group).tolist()
+    groups = max(group_count(examples, m) for examples, _ in shapes)
+    for g in range(0 if prior else groups):
+        if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
+            raise ValueError(
+                f"x in statistics batches of {m} has a group, number {g}, with one value per channel over all "
+                f"{len(shapes)} ranks of process_group, and there is no prior to fill in its variance. Give the layer "
+                "a prior (prior_features and `previous`), raise statistics_batch_size, or drop the last, smaller batch."
+            )
+    return groups
+
+
+def padded(rows_GC: Tensor, groups: int) -> Tensor:
+    """Rows of zeros for the groups that only other ranks have."""
+    return F.pad(rows_GC, (0, 0, 0, groups - rows_GC.shape[0]))
+
+
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This tensor of every rank, stacked; without a gradient."""
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, on every rank; its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = own.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _Join(torch.autograd.Function):
+    """Joint mean and variance (G, C) and all counts (R, G, 1), from this rank's rows and counts of its first groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, channels = mean.shape
+        message = padded(torch.cat([mean.double(), var.double(), counts], 1), groups)
+        gathered = gather(message, group)
+        means, variances = gathered[..., :channels], gathered[..., channels : 2 * channels]
+        all_counts = gathered[..., 2 * channels :]
+        shares = all_counts / all_counts.sum(0)
+        joint_mean = (shares * means).sum(0)
+        joint_var = (shares * (variances + (means - joint_mean).square())).sum(0).to(var.dtype)
+        joint_mean = joint_mean.to(mean.dtype)
+        ctx.group = group
+        ctx.save_for_backward(mean, joint_mean, shares[dist.get_rank(group), :rows].to(mean.dtype))
+        ctx.mark_non_differentiable(all_counts)
+        return joint_mean, joint_var, all_counts
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        mean, joint_mean, share = ctx.saved_tensors
+        rows = mean.shape[0]
+        total = _Sum.apply(torch.stack([grad_mean, grad_var]), ctx.group)  # type: ignore[no-untyped-call]
+        at_mean, at_var = total[:, :rows]
+        # Of the joint mean inside the variance nothing is left: Σ n_r (m_r - mean) = 0.
+        return share * (at_mean + 2 * at_var * (mean - joint_mean[:rows])), share * at_var, None, None, None
+
+
+def take_part(target: Tensor, idle: list[Tensor]) -> Tensor:
+    """`target`, bit for bit, in whose graph the `idle` parameters take part with a gradient of exactly zero.
+
+    DDP waits for the gradient of every parameter. The sum of no element is 0 even of a NaN parameter, and t - 0 is t
+    where t + 0 is not: -0 + 0 is 0.
+    """
+    if not idle:
+        return target
+    zero = torch.stack([parameter.flatten()[:0].sum() for parameter in idle]).sum()
+    return target - zero.to(target.dtype)
