@@ -21,8 +21,11 @@ LAYERS = [
     {"functional"},
     {"distributed"},
     {"grouped", "transition"},
-    {"norm", "baselines"},
-    {"population", "optimization"},
+    {"norm", "baselines", "others", "graph"},
+    {"registry"},
+    {"become"},
+    {"conversion"},
+    {"deploy", "population", "optimization"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

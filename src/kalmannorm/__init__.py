@@ -9,12 +9,15 @@ from kalmannorm.baselines import (
     GhostBatchNorm2d,
     GhostBatchNorm3d,
 )
+from kalmannorm.conversion import convert, rewire, to_batchnorm, wiring
 from kalmannorm.functional import batch_kalman_norm
+from kalmannorm.graph.report import NormWiring, Wiring
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
 from kalmannorm.norm import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from kalmannorm.optimization import gains, parameter_groups
 from kalmannorm.population import check_statistics, freeze_statistics, set_inference
+from kalmannorm.registry import register_norm
 
 __version__ = "0.1.0"
 
@@ -31,13 +34,20 @@ __all__ = [
     "GhostBatchNorm3d",
     "GroupedNorm",
     "Moments",
+    "NormWiring",
+    "Wiring",
     "__version__",
     "batch_kalman_norm",
     "check_statistics",
+    "convert",
     "freeze_statistics",
     "functional",
     "gains",
     "moments",
     "parameter_groups",
+    "register_norm",
+    "rewire",
     "set_inference",
+    "to_batchnorm",
+    "wiring",
 ]

@@ -59,7 +59,8 @@ class BatchKalmanNorm(GroupedNorm):
         gain: q at the start, in (0, 1): the trust in the observation. Learned, and kept inside by a sigmoid.
         per_channel_gain: one q per channel instead of one per layer.
         rank: low rank of A; None is dense.
-        noise: the Parameter r that layers share; None makes one of this layer's own, starting at 1.
+        noise: the Parameter r that layers share, or the `transition` of the layer that owns it, which then alone has it
+            in its state dict; None makes one of this layer's own, starting at 1.
         covariance: "full" carries (G, C, C) covariances; normalization still uses their diagonal.
         inference: what `eval()` normalizes with, see `set_inference`.
         total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
@@ -86,7 +87,7 @@ class BatchKalmanNorm(GroupedNorm):
         covariance: Covariance = "diagonal",
         inference: Inference = "population",
         total_variance: bool = True,
-        noise: nn.Parameter | None = None,
+        noise: nn.Parameter | LearnedTransition | None = None,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         observation_momentum: float = 0.02,
@@ -121,19 +122,41 @@ class BatchKalmanNorm(GroupedNorm):
         self.prior_features = prior_features
         self.initial_gain = open_unit_interval("gain", gain)
         self._missed_previous = False
+        self.wire: Any = None  # set by `convert`: where this norm gets `previous` and leaves its posterior
         self._posterior: Moments | None = None
         self.transition_kind: Transition = transition
         self.transition: LearnedTransition | None = None
         self.gain_logit: nn.Parameter | None = None
-        if prior_features is None:
-            return
-        filter_dtype = self.filter_dtype(dtype)
-        shape = (num_features,) if per_channel_gain else ()
-        self.gain_logit = nn.Parameter(torch.empty(shape, device=device, dtype=filter_dtype))
+        if prior_features is not None:
+            like = torch.empty(0, device=device, dtype=dtype)
+            self.add_filter(prior_features, per_channel_gain=per_channel_gain, rank=rank, noise=noise, like=like)
+
+    def add_filter(
+        self,
+        prior_features: int,
+        *,
+        gain: float | None = None,
+        per_channel_gain: bool = False,
+        rank: int | None = None,
+        noise: nn.Parameter | LearnedTransition | None = None,
+        like: Tensor | None = None,
+    ) -> None:
+        """Give a norm without a prior its gain and its transition, for `previous` of so many features.
+
+        They go to the device of `like`, and are float64 if it is: by default of γ or of the running statistics.
+        """
+        self.prior_features = prior_features
+        if gain is not None:
+            self.initial_gain = open_unit_interval("gain", gain)
+        if like is None:
+            like = next(t for t in (self.weight, self.running_mean, torch.empty(0)) if t is not None)
+        device, dtype = like.device, self.filter_dtype(like.dtype)
+        shape = (self.num_features,) if per_channel_gain else ()
+        self.gain_logit = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self._reset_gain()
-        if transition == "learned":
+        if self.transition_kind == "learned":
             self.transition = LearnedTransition(
-                num_features, prior_features, rank=rank, noise=noise, device=device, dtype=filter_dtype
+                self.num_features, prior_features, rank=rank, noise=noise, device=device, dtype=dtype
             )
 
     def _check_options(
@@ -142,7 +165,7 @@ class BatchKalmanNorm(GroupedNorm):
         transition: str,
         per_channel_gain: bool,
         rank: int | None,
-        noise: nn.Parameter | None,
+        noise: nn.Parameter | LearnedTransition | None,
     ) -> None:
         if transition not in TRANSITIONS:
             raise ValueError(f"transition must be one of {', '.join(map(repr, TRANSITIONS))}, got {transition!r}")
@@ -157,8 +180,13 @@ class BatchKalmanNorm(GroupedNorm):
         if per_channel_gain and self.covariance == "full":
             raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
         if noise is not None:
+            if isinstance(noise, LearnedTransition):
+                return
             if not isinstance(noise, nn.Parameter):
-                raise TypeError(f"noise must be a torch.nn.Parameter that layers share, got {type(noise).__name__}")
+                raise TypeError(
+                    "noise must be a torch.nn.Parameter that layers share, or the transition of the layer that owns "
+                    f"it, got {type(noise).__name__}"
+                )
             if noise.shape not in ((), (1,), (self.num_features,)):
                 given = tuple(noise.shape)
                 raise ValueError(f"noise must be one number or ({self.num_features},), got shape {given}")
@@ -243,11 +271,29 @@ class BatchKalmanNorm(GroupedNorm):
         """
         if self._posterior is not None:
             self.release()
+        if self.wire is not None and previous is None:
+            y, posterior = self._forward_wired(x)
+            return (y, posterior) if return_posterior else y
         y, posterior = self._forward(x, previous)
+        y = self._finish(y)
         if return_posterior:
             return y, posterior
         self._hold(posterior)
         return y
+
+    def _forward_wired(self, x: Tensor) -> tuple[Tensor, Moments]:
+        """As a part of a converted model; the posterior goes to the norms that read it and is not held here."""
+        call = self.wire.begin()
+        previous = self.wire.previous(call, x) if self._fuses() else None
+        y, posterior = self._forward(x, previous)
+        self.wire.deliver(call, posterior)
+        return self._finish(y), posterior
+
+    def _fuses(self) -> bool:
+        """Whether this forward has any use for a prior."""
+        if self.prior_features is None:
+            return False
+        return (self.training and not self.frozen) or self.inference != "population" or not self.track_running_stats
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
         if previous is None:
@@ -265,6 +311,14 @@ class BatchKalmanNorm(GroupedNorm):
         if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
             return
         self._missed_previous = True
+        if self.wire is not None:
+            warnings.warn(
+                f"kalmannorm: a {type(self).__name__}({self.num_features}) ran, but not the norms that feed it: it "
+                "normalizes with the batch alone. `kalmannorm.wiring(model)` lists what feeds what.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
         warnings.warn(
             f"{type(self).__name__}({self.num_features}, prior_features={self.prior_features}) was called without "
             "`previous`: it normalizes with the batch alone, and its gain and transition do not learn. Pass the "

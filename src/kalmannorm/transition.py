@@ -23,7 +23,8 @@ class LearnedTransition(nn.Module):
     At the start the prior is therefore N(0, r) whatever the layer before says, about what a He-initialised layer makes
     of normalized features; the means then teach A where to go.
 
-    `noise` holds r. It enters as |noise|, so that no optimizer step can make the variance negative.
+    `noise` holds r. It enters as |noise|, so that no optimizer step can make the variance negative. Given another
+    transition as `noise`, this one reads that one's and registers none: r is then in a state dict once.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class LearnedTransition(nn.Module):
         prior_features: int,
         *,
         rank: int | None = None,
-        noise: nn.Parameter | None = None,
+        noise: nn.Parameter | LearnedTransition | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -46,7 +47,11 @@ class LearnedTransition(nn.Module):
             self.left = nn.Parameter(torch.empty(num_features, rank, **options))  # type: ignore[arg-type]
             self.right = nn.Parameter(torch.empty(rank, prior_features, **options))  # type: ignore[arg-type]
         self._reset_matrix()
-        self.noise = nn.Parameter(torch.ones((), **options)) if noise is None else noise  # type: ignore[arg-type]
+        self._lender = [noise] if isinstance(noise, LearnedTransition) else []  # a list, so as not to be a child of us
+        if noise is None:
+            self.noise = nn.Parameter(torch.ones((), **options))  # type: ignore[arg-type]
+        elif isinstance(noise, nn.Parameter):
+            self.noise = noise
 
     def _reset_matrix(self) -> None:
         if self.rank is None:
@@ -59,16 +64,21 @@ class LearnedTransition(nn.Module):
     def reset_parameters(self) -> None:
         """A = 0 and r = 1; a noise that other layers share is reset for them too."""
         self._reset_matrix()
-        nn.init.ones_(self.noise)
+        nn.init.ones_(self.shared_noise())
+
+    def shared_noise(self) -> nn.Parameter:
+        """r, wherever it is registered."""
+        return self._lender[0].shared_noise() if self._lender else self.noise
 
     def dense(self) -> Tensor:
         """A itself, (C, P)."""
         return self.matrix if self.rank is None else self.left @ self.right
 
     def forward(self, previous: Moments, full: bool = False) -> Moments:
-        with full_precision(self.noise.device):
+        with full_precision(previous.mean.device):
             matrix = self.dense()
-        return kalman.predict(previous.to(matrix.dtype), matrix, self.noise.abs(), full=full)
+        noise = self.shared_noise().abs().to(matrix.device)
+        return kalman.predict(previous.to(matrix.dtype), matrix, noise, full=full)
 
     def extra_repr(self) -> str:
         return f"prior_features={self.prior_features}" + ("" if self.rank is None else f", rank={self.rank}")

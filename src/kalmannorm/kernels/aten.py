@@ -78,7 +78,11 @@ def forward(
         return rows.spread(expand_groups(moments_GC, examples, size))
 
     centre = mean_groups(rows.values.mean(rows.axis, dtype=statistics_dtype(x)), size)
-    centred = rows.values - spread(centre)
+    # The output is the base of its rows, not a view of them: autograd refuses in-place activations on views.
+    y = torch.empty_like(x)
+    rows_of_y = Rows(y).values
+    whole = rows.values.dtype == centre.dtype
+    centred = torch.sub(rows.values, spread(centre), out=rows_of_y) if whole else rows.values - spread(centre)
     # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
     missed = mean_groups(centred.mean(rows.axis), size)
     var = mean_groups(mean_square(centred, rows.axis), size) - missed * missed
@@ -93,7 +97,9 @@ def forward(
     shift = (centre - posterior.mean) * scale
     if bias is not None:
         shift = shift + bias.to(shift.dtype)
-    y = rows.restore(centred.mul_(spread(scale)).add_(spread(shift)).to(x.dtype), x)
+    centred.mul_(spread(scale)).add_(spread(shift))
+    if not whole:
+        rows_of_y.copy_(centred)
     # An op may not return one tensor twice.
     if posterior is observation:
         posterior = Moments(observation.mean.clone(), observation.var.clone())

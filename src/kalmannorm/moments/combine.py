@@ -25,7 +25,8 @@ def _shapes(operands: Sequence[Moments]) -> str:
 
 def _check(name: str, operands: Sequence[Moments]) -> None:
     for what, axis in (("rows", 0), ("channels", 1)):
-        if len({m.mean.shape[axis] for m in operands} - {1}) > 1:
+        wide = [m.mean.shape[axis] for m in operands if m.mean.shape[axis] != 1]
+        if any(size != wide[0] for size in wide):  # no set: an exporter's symbolic size has no hash
             raise ValueError(f"{name}: operands must have equally many {what}, or 1, got {_shapes(operands)}")
 
 

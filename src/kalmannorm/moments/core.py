@@ -46,7 +46,9 @@ class Moments(NamedTuple):
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Within it products stay float32 under autocast, which would run them, and the statistics, in half precision."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # an exporter would wrap what is inside into a graph of its own
+    return torch.autocast(device.type, enabled=False)
 
 
 def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = None) -> Moments:

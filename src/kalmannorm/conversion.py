@@ -1,0 +1,267 @@
+"""`convert`: a model's batch norms become Kalman norms, or a baseline's, and the model stays what it is.
+
+How a norm changes is in `become.py`, what feeds it in `graph/`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from kalmannorm.become import GROUPED, become_batchnorm, become_grouped, become_other
+from kalmannorm.checks import positive_int
+from kalmannorm.graph.plan import Plan, make_plan
+from kalmannorm.graph.relay import Begin, End, Relay, Wire
+from kalmannorm.graph.report import Wiring, report
+from kalmannorm.grouped import GroupedNorm
+from kalmannorm.norm import BatchKalmanNorm
+from kalmannorm.registry import batch_norms, known
+from kalmannorm.transition import LearnedTransition
+
+Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
+TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
+
+_STATISTICS = {"inference", "momentum", "process_group", "total_variance", "observation_momentum"}
+_OPTIONS: dict[str, set[str]] = {
+    "kalman": _STATISTICS
+    | {"gain", "per_channel_gain", "rank", "covariance", "total_variance", "observation_momentum"},
+    "ghost": _STATISTICS | {"total_variance", "observation_momentum"},
+    "renorm": _STATISTICS | {"r_max", "d_max", "warmup_steps", "r_steps", "d_steps"},
+    "group": {"num_groups"},
+    "layer": set(),
+    "instance": set(),
+    "batch": set(),
+}
+
+
+def convert(
+    model: nn.Module,
+    example_input: Any = None,
+    *,
+    to: Target = "kalman",
+    statistics_batch_size: int | None = None,
+    transition: Literal["weights", "learned"] = "weights",
+    inplace: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Replace every batch norm of a model; return the converted model, of the same class.
+
+    Build the optimizer, and wrap the model in DDP or `torch.compile`, after conversion. Weights, running statistics,
+    eps, momentum, devices, dtypes, training flags, `requires_grad`, hooks and state-dict names stay; a BatchNorm
+    checkpoint still loads. `kalmannorm.wiring(model)` tells what feeds what.
+
+    Args:
+        model: holds BatchNorm1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d or classes given to `register_norm`.
+        example_input: what the model is called with: a tensor (or a list: one argument), a tuple of positional or a
+            dict of keyword arguments, on the model's device. Needed for "kalman" only; it runs twice, without
+            gradients, and leaves no trace. Its spatial size should be that of training: see `rewire`.
+        to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "group" (GroupNorm with the largest
+            divisor of the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns
+            norms of this library back, as `to_batchnorm` does.
+        statistics_batch_size: m, the examples whose statistics are estimated together; None takes the whole batch.
+        transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it;
+            "learned" is the paper's, a learned matrix on their posteriors, which adds parameters.
+        inplace: convert this very model instead of a copy.
+        **options: of the norms: `inference`, `momentum`, `process_group`, for kalman also `gain`,
+            `per_channel_gain`, `rank` and `covariance` (learned), `total_variance`, `observation_momentum`; for group
+            `num_groups`; for renorm its schedule. `momentum` and `process_group` default to those of each norm.
+    """
+    _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
+    if to == "batch":
+        return to_batchnorm(model, inplace=inplace)
+    _check_convertible(model)
+    _warn_of_optimizers(model, inplace)
+    if not inplace:
+        model = copy.deepcopy(model)
+    found = {name: (module, known(module)) for name, module in batch_norms(model).items()}
+    if to in ("group", "layer", "instance"):
+        for module, kind in found.values():
+            become_other(module, kind, to, options)
+        return model
+    plan = None
+    if to == "kalman":
+        plan = make_plan(model, example_input, _traced(model), transition)
+    for name, (module, kind) in found.items():
+        become_grouped(module, kind, to, statistics_batch_size, options, plan.norms[name] if plan else None)
+    if plan is not None:
+        _add_filters(model, plan, options)
+        _connect(model, plan)
+    return model
+
+
+def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """The norms to follow, with the children that each applies to its result."""
+    found = {}
+    for name, module in model.named_modules():
+        kind = known(module)
+        if kind is not None:
+            found[name] = (module, kind.then)
+        elif isinstance(module, BatchKalmanNorm):
+            found[name] = (module, module.then)
+    return found
+
+
+def rewire(model: nn.Module, example_input: Any) -> Wiring:
+    """Wire a converted model anew from another input, such as another image size; parameters stay.
+
+    The prior of `weights` knows how much of a map lies at its padded edge, from the size of the example input.
+    """
+    wired = [module for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire is not None]
+    if not wired:
+        raise ValueError(f"rewire: {type(model).__name__} was not converted; call kalmannorm.convert first")
+    plan = make_plan(model, example_input, _traced(model), wired[0].wire.relay.plan.transition)
+    for name, now in plan.norms.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, BatchKalmanNorm)
+        sizes = {call.size for call in now.calls if call.size is not None}
+        if sizes and sizes != {module.prior_features}:
+            raise ValueError(
+                f"rewire: with this input {name!r} is fed by {sizes.pop()} entries, but it was built for "
+                f"{module.prior_features}; convert the BatchNorm model with this input instead"
+            )
+    _connect(model, plan)
+    return wiring(model)
+
+
+def wiring(model: nn.Module) -> Wiring:
+    """What feeds every norm of a converted model: prints as a table, draws as SVG, and holds the same as data."""
+    for module in model.modules():
+        if isinstance(module, BatchKalmanNorm) and module.wire is not None:
+            found: Wiring = report(module.wire.relay.plan, type(model).__name__)
+            return found
+    raise ValueError(
+        f"wiring: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input, to='kalman')"
+    )
+
+
+def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """Every norm of this library becomes what it was before conversion, with the population statistics of now.
+
+    The outputs in `population` inference stay exactly; nothing of this library remains in the model. A SyncBatchNorm
+    becomes the BatchNorm of its rank. A hand-built norm becomes a BatchNorm.
+    """
+    found = [module for module in model.modules() if isinstance(module, GroupedNorm)]
+    if not found and not batch_norms(model):
+        raise ValueError(f"to_batchnorm: {type(model).__name__} holds no norm of kalmannorm and no batch norm")
+    if not inplace:
+        model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        if isinstance(module, GroupedNorm):
+            become_batchnorm(module)
+    _disconnect(model)
+    return model
+
+
+def _check_arguments(
+    model: nn.Module, example_input: Any, to: str, size: int | None, transition: str, options: dict[str, Any]
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if to not in TARGETS:
+        raise ValueError(f"to must be one of {', '.join(map(repr, TARGETS))}, got {to!r}")
+    if transition not in ("weights", "learned"):
+        raise ValueError(f"transition must be 'weights' or 'learned', got {transition!r}")
+    if to == "kalman" and example_input is None:
+        raise ValueError(
+            "example_input must be given for to='kalman': what the model is called with, such as "
+            "torch.randn(2, 3, 224, 224); the prior of each norm is found by running it"
+        )
+    if size is not None:
+        positive_int("statistics_batch_size", size)
+        if to not in GROUPED:
+            raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")
+    unknown = sorted(set(options) - _OPTIONS[to])
+    if unknown:
+        allowed = ", ".join(sorted(_OPTIONS[to])) or "none"
+        raise TypeError(f"convert(to={to!r}) does not take {', '.join(unknown)}; options for it: {allowed}")
+    learned = sorted({"rank", "covariance"} & set(options))
+    if to == "kalman" and transition == "weights" and learned:
+        raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
+
+
+def _check_convertible(model: nn.Module) -> None:
+    wrapped = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel"}
+    if type(model).__name__ in wrapped:
+        outside = wrapped[type(model).__name__]
+        raise TypeError(f"model is wrapped by {outside}: convert first, then wrap what convert returns")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a ScriptModule, whose forward is compiled: convert the Python model, then script it")
+    if any(isinstance(module, GroupedNorm) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. For another input size call kalmannorm.rewire(model, "
+            "example_input); for another norm start from kalmannorm.to_batchnorm(model)"
+        )
+    if known(model) is not None:
+        raise ValueError(f"model is itself a {type(model).__name__}; build kalmannorm.BatchKalmanNorm2d instead")
+    if not batch_norms(model):
+        raise ValueError(f"{type(model).__name__} holds no batch norm, so there is nothing to convert")
+
+
+def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
+    """An optimizer built before would train neither the gains nor, for a copy, the model at all."""
+    parameters = {id(p) for p in model.parameters()}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer) and any(
+            id(p) in parameters for group in getattr(candidate, "param_groups", ()) for p in group["params"]
+        ):
+            lacks = "the parameters that conversion adds" if inplace else "any parameter of the converted copy"
+            warnings.warn(
+                f"convert: a {type(candidate).__name__} built before conversion holds parameters of this model, but "
+                f"not {lacks}; build the optimizer from what convert returns",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _add_filters(model: nn.Module, plan: Plan, options: dict[str, Any]) -> None:
+    """Gain and transition for every norm that has a prior; the first of them owns the noise of all."""
+    lender: LearnedTransition | None = None
+    settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
+    for name, wired in plan.norms.items():
+        size = next((call.size for call in wired.calls if call.target is not None), None)
+        module = model.get_submodule(name)
+        assert isinstance(module, BatchKalmanNorm)
+        module.transition_kind = plan.transition
+        if size is not None:
+            noise = lender if plan.transition == "learned" else None
+            module.add_filter(size, noise=noise, **settings)
+            lender = lender or module.transition
+
+
+def _connect(model: nn.Module, plan: Plan) -> None:
+    """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
+    _disconnect(model)
+    readers: dict[int, set[int]] = {}
+    for wired in plan.norms.values():
+        for call in wired.calls:
+            for source in call.posteriors:
+                readers.setdefault(source, set()).add(call.identity)
+    relay = Relay(plan, readers)
+    for name, wired in plan.norms.items():
+        calls = wired.calls
+        if calls:
+            identities, targets = tuple(c.identity for c in calls), tuple(c.target for c in calls)
+            wire = Wire(relay, identities, targets, tuple(c.posteriors for c in calls), tuple(c.last for c in calls))
+            setattr(model.get_submodule(name), "wire", wire)  # noqa: B010
+    parts = [child for child in model.children() if any(isinstance(m, BatchKalmanNorm) for m in child.modules())]
+    for part in (model, *parts):
+        if not isinstance(part, BatchKalmanNorm):
+            part.register_forward_pre_hook(Begin(relay, part is model))
+            part.register_forward_hook(End(relay, part is model), always_call=True)
+
+
+def _disconnect(model: nn.Module) -> None:
+    """Take our hooks and wires off."""
+    for module in model.modules():
+        if isinstance(module, BatchKalmanNorm):
+            module.wire = None
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (Begin, End))]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

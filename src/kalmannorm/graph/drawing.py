@@ -1,0 +1,66 @@
+"""An SVG drawing of who feeds whom: norms in layers from top to bottom, an arrow from every source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+_ROW, _GAP, _HEIGHT, _LETTER = 46, 18, 24, 6.4
+
+
+def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], str | None]]) -> str:
+    """`norms` are (name, channels, sources, why there is no prior), in the order they run."""
+    level: dict[str, int] = {}
+    for name, _, sources, _ in norms:
+        level[name] = max((level[source] + 1 for source in sources if source in level), default=0)
+    rows: dict[int, list[int]] = {}
+    for index, (name, _, _, _) in enumerate(norms):
+        rows.setdefault(level[name], []).append(index)
+    widths = [max(70.0, _LETTER * (len(name) + len(str(channels)) + 3)) for name, channels, _, _ in norms]
+    total = max(sum(widths[i] + _GAP for i in row) for row in rows.values()) + 2 * _GAP
+    total = max(total, _LETTER * 1.25 * len(summary))
+    place: dict[str, tuple[float, float]] = {}
+    for depth, row in rows.items():
+        x = (total - sum(widths[i] + _GAP for i in row)) / 2
+        for i in row:
+            place[norms[i][0]] = (x + widths[i] / 2, 60 + depth * _ROW)
+            x += widths[i] + _GAP
+    height = 60 + (max(rows) + 1) * _ROW
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {total:.0f} {height:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" '
+        'font-size="10.5">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
+        '<path d="M0,0 L6,3 L0,6 z" fill="#8a94a6"/></marker></defs>',
+        f'<text x="{_GAP}" y="24" font-size="14" font-weight="bold" fill="#1f2937">{escape(title)}</text>',
+        f'<text x="{_GAP}" y="41" fill="#4b5563">{escape(summary)}</text>',
+    ]
+    parts += [_arrow(place[source], place[name]) for name, _, sources, _ in norms for source in sources]
+    for (name, channels, _, reason), width in zip(norms, widths, strict=True):
+        parts.append(_box(place[name], width, name, channels, reason))
+    return "\n".join([*parts, "</svg>"])
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
+    (x1, y1), (x2, y2) = start, end
+    y1, y2 = y1 + _HEIGHT / 2, y2 - _HEIGHT / 2
+    # Arrows past other layers bow out, so that they do not run through boxes.
+    bow = 0 if y2 - y1 < _ROW else 40 + (y2 - y1) * 0.12
+    return (
+        f'<path d="M{x1:.1f},{y1:.1f} C{x1 + bow:.1f},{y1 + 16:.1f} {x2 + bow:.1f},{y2 - 16:.1f} {x2:.1f},{y2:.1f}" '
+        'fill="none" stroke="#8a94a6" stroke-opacity="0.75" marker-end="url(#tip)"/>'
+    )
+
+
+def _box(centre: tuple[float, float], width: float, name: str, channels: int, reason: str | None) -> str:
+    x, y = centre
+    fill, line = ("#e0f2e9", "#2f855a") if reason is None else ("#fff4de", "#b7791f")
+    note = "wired" if reason is None else f"no prior: {reason}"
+    return (
+        f"<g><title>{escape(name)}: {escape(note)}</title>"
+        f'<rect x="{x - width / 2:.1f}" y="{y - _HEIGHT / 2:.1f}" width="{width:.1f}" height="{_HEIGHT}" rx="5" '
+        f'fill="{fill}" stroke="{line}"/>'
+        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="#1f2937">{escape(name)} '
+        f'<tspan fill="#6b7280">{channels}</tspan></text></g>'
+    )

@@ -1,0 +1,98 @@
+"""Where channels lie in a tensor: labels, one small integer tensor per value.
+
+A belief is a vector of K moments. `labels`, of the tensor's rank and broadcasting to its shape, say which of them each
+element has; an axis along which they do not change has size 1. A convolution's output carries `arange(C)` along axis 1.
+Views, permutations, slices, chunks, shuffles and concatenations are then nothing to know about: the same function runs
+on the labels. Where a layer needs one belief per channel again, they are read off: one label for a channel is a
+selection, several are a mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 1 << 21
+"""Beliefs with more entries than this are given up; they come from large per-position constants only."""
+
+
+def along(axis: int, size: int, rank: int) -> Tensor:
+    """The labels of a tensor whose channels lie along one axis."""
+    shape = [1] * rank
+    shape[axis] = size
+    return torch.arange(size).reshape(shape)
+
+
+def reduce(labels: Tensor) -> Tensor:
+    """Axes along which nothing changes get size 1."""
+    for axis, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
+        first = labels.narrow(axis, 0, 1) if size else labels
+        if size > 1 and (stride == 0 or bool((labels == first).all())):
+            labels = first
+    return labels.clone()
+
+
+def rearrange(function: Callable[..., Any], labels: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """Run a function that moves elements about on the labels, spread out to the tensor's shape."""
+    return function(labels.expand(tuple(shape)), *args, **kwargs)
+
+
+def _aligned(labels: Tensor, rank: int) -> Tensor:
+    return labels.reshape((1,) * (rank - labels.dim()) + tuple(labels.shape))
+
+
+def pair(first: Tensor, second: Tensor, second_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of two operands that broadcast: labels of the result, and the entry of each operand that every label takes."""
+    rank = max(first.dim(), second.dim())
+    first, second = _aligned(first, rank), _aligned(second, rank)
+    codes, labels = torch.unique(first * second_size + second, return_inverse=True)
+    return labels, codes // second_size, codes % second_size
+
+
+def channels(labels: Tensor, axis: int, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """One entry per channel along `axis`: (C,) where each has one, else (C, n), whose rows are mixed evenly.
+
+    Returns the entries and, for mixtures, how often each of them occurs, (C, n).
+    """
+    size = shape[axis]
+    rows = labels.movedim(axis, 0)
+    rows = rows.reshape(rows.shape[0], -1).expand(size, -1)
+    if rows.shape[1] == 1:
+        return rows[:, 0], None
+    counts = [torch.unique(row, return_counts=True) for row in rows]
+    most = max(len(entries) for entries, _ in counts)
+    if most == 1:
+        return torch.stack([entries[0] for entries, _ in counts]), None
+    index, share = torch.zeros(size, most, dtype=torch.long), torch.zeros(size, most, dtype=torch.float64)
+    for channel, (entries, count) in enumerate(counts):
+        index[channel, : len(entries)] = entries
+        share[channel, : len(entries)] = count / rows.shape[1]
+    return index, share
+
+
+def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """What a reduction over `axes` brings together: new labels (reduced axes of size 1), the entries that each new
+    label sums, (K', n), and over how many positions each of them repeats."""
+    varying = [axis for axis in axes if labels.shape[axis] > 1]
+    still = [axis for axis in range(labels.dim()) if axis not in varying]
+    repeats = 1
+    for axis in axes:
+        if axis not in varying:
+            repeats *= shape[axis]
+    moved = labels.permute(*still, *varying)
+    kept = moved.shape[: len(still)]
+    rows = moved.reshape(*kept, -1).reshape(-1, max(1, moved[(0,) * len(still)].numel()))
+    unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
+    new_shape = [1 if axis in varying else labels.shape[axis] for axis in range(labels.dim())]
+    return inverse.reshape(new_shape), unique, repeats
+
+
+def contiguous(index: Tensor) -> slice | None:
+    """The slice that an index is, if it is one."""
+    start, size = int(index[0]), index.numel()
+    if torch.equal(index, torch.arange(start, start + size)):
+        return slice(start, start + size)
+    return None

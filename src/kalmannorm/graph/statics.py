@@ -1,0 +1,67 @@
+"""Tensors that no data has entered: parameters, buffers, constants, and what the model's code makes of them.
+
+A standardized weight, a layer scale reshaped, a frozen norm's shift: the functions that made them in the trace become
+steps that make them again from the parameters of the moment, with their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kalmannorm.graph.program import Parameter, Program, Replay
+from kalmannorm.graph.trace import Ref, Trace, Value, function_name
+
+
+class Statics:
+    def __init__(self, trace: Trace, program: Program) -> None:
+        self.trace, self.program = trace, program
+        self._steps: dict[int, int | None] = {}
+
+    def step(self, value: Value) -> int | None:
+        """The step that gives this tensor; None where it cannot be made again."""
+        if value.index not in self._steps:
+            self._steps[value.index] = self._make(value)
+        return self._steps[value.index]
+
+    def _make(self, value: Value) -> int | None:
+        if value.owner is not None:
+            return self.program.add(Parameter((), *value.owner))
+        if value.constant is not None:
+            return self.program.constant(value.constant)
+        if value.op is None or value.random or value.fed:
+            return None
+        op = self.trace.ops[value.op]
+        if op.func is None or function_name(op.func) == "setitem":
+            return None
+        inputs: list[int] = []
+
+        def place(argument: Any) -> Any:
+            if isinstance(argument, Ref):
+                made = self.step(self.trace.values[argument.index])
+                if made is None:
+                    raise LookupError
+                inputs.append(made)
+                return Ref(len(inputs) - 1)
+            if isinstance(argument, (list, tuple)):
+                return type(argument)([place(a) for a in argument])
+            return argument
+
+        try:
+            args = tuple(place(a) for a in op.args)
+            kwargs = {name: place(a) for name, a in op.kwargs.items()}
+        except LookupError:
+            return None
+        output = op.outputs.index(value.index) if len(op.outputs) > 1 else None
+        return self.program.add(Replay(tuple(inputs), op.func, args, kwargs, output))
+
+    def _of(self, value: Value, func: Any) -> int | None:
+        step = self.step(value)
+        return None if step is None else self.program.add(Replay((step,), func, (Ref(0),)))
+
+    def reciprocal(self, value: Value) -> int | None:
+        return self._of(value, torch.reciprocal)
+
+    def transposed(self, value: Value) -> int | None:
+        return self._of(value, torch.t)

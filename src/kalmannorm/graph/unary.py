@@ -1,0 +1,113 @@
+"""Functions of one feature: how each carries a belief, and the options it was called with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kalmannorm import moments as algebra
+from kalmannorm.graph.arguments import named
+from kalmannorm.graph.program import Apply, Program
+from kalmannorm.graph.trace import Op, Ref
+from kalmannorm.moments import Moments
+
+
+def absolute(m: Moments) -> Moments:
+    return algebra.piecewise(m, [0.0], [(0.0, -1.0, 0.0), (0.0, 1.0, 0.0)])
+
+
+def square(m: Moments) -> Moments:
+    """Exact for a Gaussian: m² + v, and 2v² + 4m²v."""
+    return Moments(m.mean.square() + m.var, 2 * m.var.square() + 4 * m.mean.square() * m.var)
+
+
+def power(m: Moments, exponent: float) -> Moments:
+    return m if exponent == 1 else square(m)
+
+
+def clamp(m: Moments, min: float | None = None, max: float | None = None) -> Moments:
+    low, high = -math.inf if min is None else min, math.inf if max is None else max
+    if low == -math.inf:
+        flipped = clamp(algebra.scale(m, -1.0), -high)
+        return algebra.scale(flipped, -1.0)
+    if high == math.inf:
+        return algebra.shift(algebra.relu(algebra.shift(m, -low)), low)
+    return algebra.hardtanh(m, low, high)
+
+
+def negative(m: Moments) -> Moments:
+    return algebra.scale(m, -1.0)
+
+
+def sine(m: Moments) -> Moments:
+    return algebra.through(m, torch.sin)
+
+
+def cosine(m: Moments) -> Moments:
+    return algebra.through(m, torch.cos)
+
+
+def error_function(m: Moments) -> Moments:
+    return algebra.through(m, torch.erf)
+
+
+def logsigmoid(m: Moments) -> Moments:
+    return algebra.through(m, torch.nn.functional.logsigmoid)
+
+
+def softsign(m: Moments) -> Moments:
+    return algebra.through(m, torch.nn.functional.softsign, 32)
+
+
+UNARY: dict[str, Callable[..., Moments]] = {
+    **algebra.ACTIVATIONS,
+    "abs": absolute,
+    "square": square,
+    "pow": power,
+    "clamp": clamp,
+    "clip": clamp,
+    "neg": negative,
+    "sin": sine,
+    "cos": cosine,
+    "erf": error_function,
+    "logsigmoid": logsigmoid,
+    "softsign": softsign,
+}
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "leaky_relu": {"negative_slope": 0.01},
+    "hardtanh": {"min_val": -1.0, "max_val": 1.0},
+    "gelu": {"approximate": "none"},
+    "elu": {"alpha": 1.0},
+    "celu": {"alpha": 1.0},
+    "softplus": {"beta": 1.0, "threshold": 20.0},
+    "clamp": {"min": None, "max": None},
+    "clip": {"min": None, "max": None},
+    "pow": {"exponent": 1.0},
+}
+
+
+def activation_options(op: Op) -> dict[str, Any] | None:
+    """The options that shape the function, without `inplace`; None where no rule takes them."""
+    signature = _OPTIONS.get(op.name, {})
+    given = named(op, {"input": None, **signature})
+    options = {name: given[name] for name in signature}
+    if any(isinstance(value, Ref) for value in options.values()):
+        return None
+    if op.name == "pow" and options["exponent"] not in (1, 2):
+        return None
+    return options
+
+
+def gated(program: Program, x: int, gate: int) -> str | None:
+    """The name of f where the step `gate` is f of the step `x`, so that their product is x f(x)."""
+    step = program.steps[gate]
+    if not isinstance(step, Apply) or step.inputs != (x,) or step.options:
+        return None
+    for name in ("sigmoid", "hardsigmoid", "tanh", "relu"):
+        if step.function is algebra.ACTIVATIONS[name]:
+            return name
+    return None

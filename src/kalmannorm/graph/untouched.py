@@ -1,0 +1,57 @@
+"""Run a model without leaving a trace: buffers, attributes, training flags and random numbers are as before."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the training flag of every module, without its `train()`, and put everything back afterwards.
+
+    Attributes that the forward assigns return to what they were; a list or dict that it mutates does not.
+    """
+    modules = list({id(module): module for module in model.modules()}.values())
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    registered = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    tensors = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
+    values = [(t, t.detach().clone()) for t in tensors.values()]
+    devices = {t.device for t in (*model.parameters(), *tensors.values()) if t.device.type == "cuda"}
+    numpy = sys.modules.get("numpy")
+    states: tuple[Any, Any] = (random.getstate(), None if numpy is None else numpy.random.get_state())
+    try:
+        with torch.random.fork_rng(devices=sorted({d.index or 0 for d in devices})):
+            for module in modules:
+                module.training = training
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
+        for module, parameters, buffers in registered:
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+        with torch.no_grad():
+            for tensor, value in values:
+                if not _same(tensor, value):
+                    tensor.copy_(value)
+
+
+def _refill(table: dict[str, Any], before: dict[str, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+def _same(tensor: Tensor, value: Tensor) -> bool:
+    # Writing an equal value would still bump the version of a tensor that a graph has saved.
+    return tensor.is_meta or torch.equal(tensor, value)
