@@ -25,7 +25,8 @@ LAYERS = [
     {"registry"},
     {"become"},
     {"conversion"},
-    {"deploy", "population", "optimization"},
+    {"deploy", "population", "optimization", "tallies"},
+    {"recalibration"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -17,6 +17,7 @@ from kalmannorm.moments import Moments
 from kalmannorm.norm import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from kalmannorm.optimization import gains, parameter_groups
 from kalmannorm.population import check_statistics, freeze_statistics, set_inference
+from kalmannorm.recalibration import finish_on_population, recalibrate
 from kalmannorm.registry import register_norm
 
 __version__ = "0.1.0"
@@ -40,11 +41,13 @@ __all__ = [
     "batch_kalman_norm",
     "check_statistics",
     "convert",
+    "finish_on_population",
     "freeze_statistics",
     "functional",
     "gains",
     "moments",
     "parameter_groups",
+    "recalibrate",
     "register_norm",
     "rewire",
     "set_inference",

@@ -16,7 +16,7 @@ def norms(model: nn.Module) -> Iterator[tuple[str, GroupedNorm]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedNorm))
 
 
-def _require_norms(model: nn.Module, caller: str) -> list[tuple[str, GroupedNorm]]:
+def require_norms(model: nn.Module, caller: str) -> list[tuple[str, GroupedNorm]]:
     found = list(norms(model))
     if not found:
         raise ValueError(
@@ -26,6 +26,11 @@ def _require_norms(model: nn.Module, caller: str) -> list[tuple[str, GroupedNorm
     return found
 
 
+def named(layers: list[str]) -> str:
+    """The first few, for a message."""
+    return ", ".join(layers[:5]) + (", …" if len(layers) > 5 else "")
+
+
 def set_inference(model: nn.Module, mode: Inference) -> None:
     """Choose what every norm of the model uses in `eval()`; all are set, or none where one cannot.
 
@@ -33,7 +38,7 @@ def set_inference(model: nn.Module, mode: Inference) -> None:
     "batch": the posterior of groups of m test examples.
     "example": the posterior of a virtual group, this example among m - 1 average ones; independent of its neighbours.
     """
-    found = _require_norms(model, "set_inference")
+    found = require_norms(model, "set_inference")
     for name, norm in found:
         try:
             norm.check_inference(mode)
@@ -49,15 +54,14 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
     γ and β still learn. `frozen=False` lets the statistics move again. torch's own BatchNorm layers cannot be frozen
     so that `.train()` keeps it; a warning names them.
     """
-    found = _require_norms(model, "freeze_statistics")
+    found = require_norms(model, "freeze_statistics")
     for _, norm in found:
         norm.frozen = frozen
     others = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if frozen and others:
-        shown = ", ".join(others[:5]) + (", …" if len(others) > 5 else "")
         warnings.warn(
             f"freeze_statistics: {len(others)} torch BatchNorm layers are not frozen, their statistics still move in "
-            f"training: {shown}",
+            f"training: {named(others)}",
             UserWarning,
             stacklevel=2,
         )
@@ -68,5 +72,5 @@ def check_statistics(model: nn.Module) -> dict[str, int]:
 
     Waits for the device, so ask between epochs rather than between steps.
     """
-    counts = {name: norm.skipped() for name, norm in _require_norms(model, "check_statistics")}
+    counts = {name: norm.skipped() for name, norm in require_norms(model, "check_statistics")}
     return {name: count for name, count in counts.items() if count}
