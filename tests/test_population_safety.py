@@ -133,11 +133,20 @@ def test_a_compiled_model_is_recalibrated(compile):
     assert model[0].values_tracked > before
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
+def test_batches_follow_the_model_to_its_device(build):
+    parts = data(10).split([4, 4, 2])
+    host, device = build(), build().cuda()
+    assert quiet(device, parts) == quiet(host, parts)
+    same({name: value.cpu() for name, value in statistics(device).items()}, statistics(host), rtol=1e-8, atol=1e-8)
+
+
 def test_data_parallel_and_lazy_norms():
     x = data(6)
     model = nn.DataParallel(nn.Sequential(nn.LazyBatchNorm2d(dtype=torch.float64)))
     quiet(model, x.split([4, 2]))
-    torch.testing.assert_close(model.module[0].running_var, x.var((0, 2, 3), correction=0))
+    torch.testing.assert_close(model.module[0].running_var.cpu(), x.var((0, 2, 3), correction=0))
 
 
 def test_progress_is_shown_where_wanted(capsys):
