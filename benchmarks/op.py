@@ -15,11 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from origin import origin
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -171,35 +168,6 @@ def summary(case: Case, times: dict[str, list[float]]) -> list[dict[str, object]
             }
         )
     return rows
-
-
-def commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
-def origin() -> dict[str, str]:
-    hardware = f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.backends.cpu.get_cpu_capability()}"
-    if torch.cuda.is_available():
-        hardware += f", {torch.cuda.get_device_name()}"
-    return {
-        "hardware": hardware,
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kalmannorm": kalmannorm.__version__,
-        "commit": commit(),
-        "command": shlex.join(["python", "benchmarks/op.py", *sys.argv[1:]]),
-    }
 
 
 def cases() -> list[Case]:

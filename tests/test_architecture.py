@@ -25,7 +25,8 @@ LAYERS = [
     {"registry"},
     {"become"},
     {"conversion"},
-    {"deploy", "population", "optimization", "tallies"},
+    {"population", "optimization", "tallies"},
+    {"deploy"},
     {"recalibration"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

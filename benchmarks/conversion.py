@@ -1,0 +1,74 @@
+"""What `convert` costs: seconds, and the resident peak beside that of one forward without gradients.
+
+    python benchmarks/conversion.py                 # ResNet-101 at 224², both transitions, in place and copied
+
+Each figure is of a process of its own, because a resident peak is never given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from origin import origin
+
+RECORD = Path(__file__).parent / "records" / "conversion.csv"
+
+
+def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[float, float]:
+    """Seconds and peak MiB of one task in this very process."""
+    import torch
+    import torchvision
+
+    import kalmannorm
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model, x = torchvision.models.get_model(name), torch.randn(batch, 3, size, size)
+    start = time.perf_counter()
+    if what == "forward":
+        with torch.no_grad():
+            model(x)
+    else:
+        transition, place = what.split()
+        kalmannorm.convert(model, x, transition=transition, inplace=place == "inplace", statistics_batch_size=2)
+    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet101")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        print(*measure(options.task, options.model, options.batch, options.size, options.threads))
+        return
+    rows = []
+    for task in ("forward", "weights inplace", "weights copy", "learned inplace", "learned copy"):
+        command = [sys.executable, __file__, "--task", task, "--model", options.model]
+        command += ["--batch", str(options.batch), "--size", str(options.size), "--threads", str(options.threads)]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        seconds, peak = map(float, out.split())
+        base = rows[0]["peak_mib"] if rows else peak
+        rows.append(
+            {"model": options.model, "input": f"{options.batch}x3x{options.size}x{options.size}", "task": task,
+             "seconds": round(seconds, 2), "peak_mib": round(peak), "peak_ratio": round(peak / base, 2)}
+        )  # fmt: skip
+        print(f"{task:18} {seconds:6.2f} s   {peak:7.0f} MiB   {peak / base:.2f}×")
+    extra = origin("torchvision")
+    with RECORD.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], *extra])
+        writer.writeheader()
+        writer.writerows({**row, **extra} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Converted models on CUDA: backward runs in threads of its own there, and constants of the plan have to follow."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kalmannorm import convert, fold, recalibrate, set_inference, to_batchnorm
+from test_running import Net, assert_same, step
+
+pytestmark = pytest.mark.gpu
+TRANSITIONS = ["weights", "learned"]
+
+
+def image(batch=4, seed=0):
+    return torch.randn(batch, 3, 9, 9, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda(monkeypatch):
+    monkeypatch.setattr("test_running.image", lambda batch=4, seed=0: image(batch, seed).cuda())
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+class Shuffled(Net):
+    """With a channel shuffle, whose index has to follow the model to its device."""
+
+    def features(self, x):
+        x = self.stem(x).relu()
+        x = x.unflatten(1, (2, 3)).transpose(1, 2).flatten(1, 2)
+        for block in (self.block1, self.block2, self.block3):
+            x = self.run(block, x)
+        return x
+
+
+def net(transition, device="cuda"):
+    torch.manual_seed(0)
+    x = image().to(device)
+    model = convert(Shuffled().to(device), x, transition=transition, statistics_batch_size=2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("matrix"):
+            nn.init.constant_(parameter, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_moved_after_conversion_equals_converted_there(transition):
+    moved, there = net(transition, "cpu").cuda(), net(transition, "cpu")
+    twin = convert(to_batchnorm(there).cuda(), image().cuda(), transition=transition, statistics_batch_size=2)
+    twin.load_state_dict(there.state_dict())
+    assert_same(step(moved), step(twin))
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_activation_checkpointing_on_cuda(transition):
+    model = net(transition)
+    expected = step(copy.deepcopy(model))
+    model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    assert_same(step(model), expected)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_autocast_on_cuda(transition):
+    model = net(transition)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        model(image().cuda()).float().square().sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_torch_compile_with_inductor_on_cuda(transition):
+    torch._dynamo.reset()
+    model = net(transition)
+    twin = copy.deepcopy(model)
+    twin.compile(fullgraph=True)
+    assert_same(step(twin), step(model))
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_inference_and_deployment_on_cuda(transition):
+    model = net(transition)
+    recalibrate(model, [image(seed=seed) for seed in range(3)], progress=False)
+    x = image().cuda()
+    population = model.eval()(x)
+    torch.testing.assert_close(to_batchnorm(model)(x), population, rtol=0, atol=0)
+    torch.testing.assert_close(fold(model)(x), population, rtol=1e-3, atol=1e-4)
+    set_inference(model, "example")
+    torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
