@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-_ROW, _GAP, _HEIGHT, _LETTER = 46, 18, 24, 6.4
+_ROW, _GAP, _HEIGHT, _LETTER, _LANE = 46, 18, 24, 6.4, 14
 
 
 def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], str | None]]) -> str:
@@ -18,7 +18,7 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
         rows.setdefault(level[name], []).append(index)
     widths = [max(70.0, _LETTER * (len(name) + len(str(channels)) + 3)) for name, channels, _, _ in norms]
     total = max(sum(widths[i] + _GAP for i in row) for row in rows.values()) + 2 * _GAP
-    total = max(total, _LETTER * 1.25 * len(summary))
+    total = max(total + 2 * _LANE * max(rows) ** 0.5, _LETTER * 1.25 * len(summary))
     place: dict[str, tuple[float, float]] = {}
     for depth, row in rows.items():
         x = (total - sum(widths[i] + _GAP for i in row)) / 2
@@ -36,19 +36,35 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
         f'<text x="{_GAP}" y="24" font-size="14" font-weight="bold" fill="#1f2937">{escape(title)}</text>',
         f'<text x="{_GAP}" y="41" fill="#4b5563">{escape(summary)}</text>',
     ]
-    parts += [_arrow(place[source], place[name]) for name, _, sources, _ in norms for source in sources]
+    edges = {
+        depth: _edges([place[norms[i][0]][0] for i in row], [widths[i] for i in row]) for depth, row in rows.items()
+    }
+    for name, _, sources, _ in norms:
+        for source in sources:
+            between = [edges[depth] for depth in range(level[source] + 1, level[name]) if depth in edges]
+            parts.append(_arrow(place[source], place[name], between))
     for (name, channels, _, reason), width in zip(norms, widths, strict=True):
         parts.append(_box(place[name], width, name, channels, reason))
     return "\n".join([*parts, "</svg>"])
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
+def _edges(centres: list[float], widths: list[float]) -> tuple[float, float]:
+    """How far a row reaches to the left and to the right."""
+    return centres[0] - widths[0] / 2, centres[-1] + widths[-1] / 2
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], between: list[tuple[float, float]]) -> str:
     (x1, y1), (x2, y2) = start, end
     y1, y2 = y1 + _HEIGHT / 2, y2 - _HEIGHT / 2
-    # Arrows past other layers bow out, so that they do not run through boxes.
-    bow = 0 if y2 - y1 < _ROW else 40 + (y2 - y1) * 0.12
+    c1, c2 = x1, x2
+    if between:
+        # Around the rows that it passes, on the shorter side; a cubic gets three quarters of the way to its handles.
+        lane = _LANE * len(between) ** 0.5
+        left, right = min(row[0] for row in between) - lane, max(row[1] for row in between) + lane
+        side = left if x1 + x2 - 2 * left < 2 * right - x1 - x2 else right
+        c1, c2 = x1 + (side - x1) * 4 / 3, x2 + (side - x2) * 4 / 3
     return (
-        f'<path d="M{x1:.1f},{y1:.1f} C{x1 + bow:.1f},{y1 + 16:.1f} {x2 + bow:.1f},{y2 - 16:.1f} {x2:.1f},{y2:.1f}" '
+        f'<path d="M{x1:.1f},{y1:.1f} C{c1:.1f},{y1 + 18:.1f} {c2:.1f},{y2 - 18:.1f} {x2:.1f},{y2:.1f}" '
         'fill="none" stroke="#8a94a6" stroke-opacity="0.75" marker-end="url(#tip)"/>'
     )
 
