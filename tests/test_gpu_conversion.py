@@ -91,3 +91,21 @@ def test_inference_and_deployment_on_cuda(transition):
     torch.testing.assert_close(fold(model)(x), population, rtol=1e-3, atol=1e-4)
     set_inference(model, "example")
     torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_a_model_on_two_devices(transition):
+    """What is too large for one device lies on several: the prior follows, with its gradient."""
+
+    class Split(Shuffled):
+        def run(self, block, x):
+            return block(x.to(next(block.parameters()).device))
+
+    torch.manual_seed(0)
+    model = Split()
+    for part in (model.block2, model.block3, model.head):
+        part.cuda()
+    model = convert(model, image(), transition=transition, statistics_batch_size=2)
+    model(image()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

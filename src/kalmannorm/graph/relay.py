@@ -28,7 +28,7 @@ _ENTERING = "_kalmannorm_entering"
 class Scope:
     """Of one stretch of code that is run, and perhaps recomputed, as a whole."""
 
-    memo: dict[int, Any] | None = field(default_factory=dict)
+    memo: dict[int | None, dict[int, Any]] | None = field(default_factory=dict)
     posteriors: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class _State(threading.local):
         self.depth = 0
         self.whole = False
         self.home: Any = None
-        self.memo: dict[int, Any] | None = None
+        self.memo: dict[int | None, dict[int, Any]] | None = None
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}
@@ -148,10 +148,11 @@ class Relay:
             if posterior is None:
                 return None
             arrived[source] = posterior
-        memo = state.memo if scope is None else scope.memo
+        memos = state.memo if scope is None else scope.memo
+        memo = {} if memos is None else memos.setdefault(x.device.index, {})  # a model may lie on several devices
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         context = Context(x.device, dtype, arrived)
-        previous = self.program.evaluate(target, context, {} if memo is None else memo)
+        previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)
         return previous
