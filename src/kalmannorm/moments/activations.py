@@ -61,6 +61,10 @@ def _deviation(var: Tensor) -> tuple[Tensor, Tensor]:
     return var, var.sqrt()
 
 
+def _working_dtype(m: Moments) -> torch.dtype:
+    return m.mean.dtype if m.mean.device.type == "mps" else torch.float64
+
+
 def _absent(coefficient: Coefficient) -> bool:
     return not isinstance(coefficient, Tensor) and coefficient == 0
 
@@ -107,7 +111,7 @@ def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -
         raise ValueError(f"piecewise: {len(knots)} knots part {len(knots) + 1} pieces, but {len(pieces)} were given")
     if any(not math.isfinite(knot) for knot in knots) or any(a >= b for a, b in itertools.pairwise(knots)):
         raise ValueError(f"piecewise: `knots` must be finite and increasing, got {tuple(knots)}")
-    work = m.mean.dtype if m.mean.device.type == "mps" else torch.float64
+    work = _working_dtype(m)
     mean = m.mean.to(work)
     var, deviation = _deviation(m.var.to(work))
     above = [mean >= knot for knot in knots]
@@ -159,8 +163,24 @@ def identity(m: Moments) -> Moments:
 
 
 def relu(m: Moments) -> Moments:
-    """max(x, 0)."""
-    return piecewise(m, (0.0,), ((0.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    """max(x, 0), written out: by `piecewise` it takes three times as many operations, and it is what nets are full of.
+
+    With r the distance beyond zero on the side where the mean is not, max(x, 0) is r if the mean is below zero, and
+    x + r if it is above.
+    """
+    work = _working_dtype(m)
+    mean = m.mean.to(work)
+    var, deviation = _deviation(m.var.to(work))
+    above = mean >= 0
+    gap = torch.where(above, mean, -mean)
+    distance = gap / deviation
+    density = deviation * torch.exp(-0.5 * distance * distance) * (1 / math.sqrt(2 * math.pi))
+    tail = 0.5 * torch.erfc(distance * math.sqrt(0.5))
+    first = density - gap * tail  # E r
+    second = (var + gap * gap) * tail - gap * density  # E r²
+    spread = torch.where(above, var - second - 2 * gap * first, second) - first * first
+    value = torch.where(above, mean + first, first)
+    return Moments(value.to(m.mean.dtype), spread.clamp(min=0).to(m.var.dtype))
 
 
 def leaky_relu(m: Moments, negative_slope: float = 0.01) -> Moments:
