@@ -10,6 +10,7 @@ from kalmannorm.baselines import (
     GhostBatchNorm3d,
 )
 from kalmannorm.conversion import convert, rewire, to_batchnorm, wiring
+from kalmannorm.deploy import fold, freeze_priors
 from kalmannorm.functional import batch_kalman_norm
 from kalmannorm.graph.report import NormWiring, Wiring
 from kalmannorm.grouped import GroupedNorm
@@ -42,6 +43,8 @@ __all__ = [
     "check_statistics",
     "convert",
     "finish_on_population",
+    "fold",
+    "freeze_priors",
     "freeze_statistics",
     "functional",
     "gains",

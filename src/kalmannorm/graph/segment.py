@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,9 +37,12 @@ def reentrant(found: Any) -> bool:
 
 
 def _non_reentrant() -> Any:
-    """The frame that the saved-tensor hooks of a non-reentrant checkpoint belong to."""
-    hooks = None if _top_hooks is None else _top_hooks(True)
-    for cell in () if hooks is None else (getattr(hooks[0], "__closure__", None) or ()):
+    """The frame object of a non-reentrant checkpoint, which its saved-tensor hooks hold."""
+    if _top_hooks is None:
+        return _from_stack()
+    hooks = _top_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    for cell in getattr(pack, "__closure__", None) or ():
         held = cell.cell_contents
         held = held() if isinstance(held, weakref.ref) else held
         if isinstance(held, _FRAME):
@@ -44,11 +50,25 @@ def _non_reentrant() -> Any:
     return None
 
 
+def _from_stack() -> Any:
+    """The same for torch before 2.7, which does not tell the hooks: from the functions that are running."""
+    for frame in _running():
+        if frame.f_code.co_filename == checkpoint.__file__:
+            found = frame.f_locals.get("frame")
+            if frame.f_code.co_name == "checkpoint" and frame.f_locals.get("gen") is not None:
+                found = frame.f_locals["gen"].gi_frame.f_locals.get("new_frame")
+            if isinstance(found, _FRAME):
+                return found
+    return None
+
+
 def _reentrant() -> Any:
     """The autograd context of a re-entrant checkpoint, found on the stack: torch hands it to nobody else."""
-    frame = sys._getframe(1)
+    return next((frame.f_locals["ctx"] for frame in _running() if frame.f_code in _REENTRANT), None)
+
+
+def _running() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _REENTRANT:
-            return frame.f_locals["ctx"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+        yield frame
+        frame = frame.f_back

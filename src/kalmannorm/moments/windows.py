@@ -188,7 +188,7 @@ def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) ->
     if not faked and key in _tensors:
         return _tensors[key]
     # An inference tensor in the cache would break the next training step.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False):
         rows = [torch.tensor(kinds(axis)[0], dtype=dtype, device=device) for axis in axes]
         of_kinds = of_taps = torch.ones((), dtype=dtype, device=device)
         for axis, row in zip(axes, rows, strict=True):
