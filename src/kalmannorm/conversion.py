@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from kalmannorm.become import GROUPED, become_batchnorm, become_grouped, become_other
+from kalmannorm.become import GROUPED, become, become_batchnorm, check_norm, fresh_grouped, fresh_other
 from kalmannorm.checks import positive_int
 from kalmannorm.graph.plan import Plan, make_plan
 from kalmannorm.graph.relay import Begin, End, Relay, Wire
@@ -26,11 +27,11 @@ from kalmannorm.transition import LearnedTransition
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
 TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
 
-_STATISTICS = {"inference", "momentum", "process_group", "total_variance", "observation_momentum"}
+_STATISTICS = {"inference", "momentum", "process_group"}
+_AVERAGES = {"total_variance", "observation_momentum"}
 _OPTIONS: dict[str, set[str]] = {
-    "kalman": _STATISTICS
-    | {"gain", "per_channel_gain", "rank", "covariance", "total_variance", "observation_momentum"},
-    "ghost": _STATISTICS | {"total_variance", "observation_momentum"},
+    "kalman": _STATISTICS | _AVERAGES | {"gain", "per_channel_gain", "rank", "covariance"},
+    "ghost": _STATISTICS | _AVERAGES,
     "renorm": _STATISTICS | {"r_max", "d_max", "warmup_steps", "r_steps", "d_steps"},
     "group": {"num_groups"},
     "layer": set(),
@@ -76,22 +77,38 @@ def convert(
         return to_batchnorm(model, inplace=inplace)
     _check_convertible(model)
     _warn_of_optimizers(model, inplace)
-    if not inplace:
-        model = copy.deepcopy(model)
-    found = {name: (module, known(module)) for name, module in batch_norms(model).items()}
-    if to in ("group", "layer", "instance"):
-        for module, kind in found.values():
-            become_other(module, kind, to, options)
-        return model
-    plan = None
-    if to == "kalman":
-        plan = make_plan(model, example_input, _traced(model), transition)
-    for name, (module, kind) in found.items():
-        become_grouped(module, kind, to, statistics_batch_size, options, plan.norms[name] if plan else None)
-    if plan is not None:
-        _add_filters(model, plan, options)
-        _connect(model, plan)
+    with torch.inference_mode(False):  # what is made under inference mode could not be trained
+        if not inplace:
+            model = _copied(model)
+        found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
+        plan = make_plan(model, example_input, _traced(model), transition) if to == "kalman" else None
+        fresh: dict[str, nn.Module] = {}
+        for name, (module, kind) in found.items():  # all of them before any changes: one may fail
+            try:
+                if to in GROUPED:
+                    norm_plan = plan.norms[name] if plan else None
+                    fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
+                else:
+                    fresh[name] = fresh_other(module, kind, to, options)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name!r}: {error}") from error
+        if plan is not None:
+            _add_filters(fresh, plan, options)
+        for name, (module, _) in found.items():
+            become(module, fresh[name])
+        if plan is not None:
+            _connect(model, plan)
     return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be copied: pass inplace=True, or convert before the first forward, after "
+            f"which a weight that is computed (weight_norm, pruning) carries its graph: {error}"
+        ) from error
 
 
 def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
@@ -182,6 +199,13 @@ def _check_arguments(
     learned = sorted({"rank", "covariance"} & set(options))
     if to == "kalman" and transition == "weights" and learned:
         raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
+    # What a norm's own constructor says of the options, before anything changes.
+    if to == "kalman":
+        GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=size, **options)
+    elif to in GROUPED:
+        GROUPED[to][0](1, statistics_batch_size=size, **options)
+    elif "num_groups" in options:
+        positive_int("num_groups", options["num_groups"])
 
 
 def _check_convertible(model: nn.Module) -> None:
@@ -196,10 +220,28 @@ def _check_convertible(model: nn.Module) -> None:
             f"{type(model).__name__} is converted already. For another input size call kalmannorm.rewire(model, "
             "example_input); for another norm start from kalmannorm.to_batchnorm(model)"
         )
+    _check_tensors(model)
     if known(model) is not None:
         raise ValueError(f"model is itself a {type(model).__name__}; build kalmannorm.BatchKalmanNorm2d instead")
-    if not batch_norms(model):
+    found = batch_norms(model)
+    if not found:
         raise ValueError(f"{type(model).__name__} holds no batch norm, so there is nothing to convert")
+    for name, module in found.items():
+        check_norm(name, module)
+
+
+def _check_tensors(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for part, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(tensor):
+                raise TypeError(
+                    f"{name!r} is a {type(module).__name__} whose {part} has no size yet: run the model once first"
+                )
+            if tensor is not None and tensor.is_inference():
+                raise TypeError(
+                    f"{name!r}: its {part} was made under torch.inference_mode() and can never be trained; build the "
+                    "model outside of it"
+                )
 
 
 def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
@@ -219,13 +261,13 @@ def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
             return
 
 
-def _add_filters(model: nn.Module, plan: Plan, options: dict[str, Any]) -> None:
+def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any]) -> None:
     """Gain and transition for every norm that has a prior; the first of them owns the noise of all."""
     lender: LearnedTransition | None = None
     settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
     for name, wired in plan.norms.items():
         size = next((call.size for call in wired.calls if call.target is not None), None)
-        module = model.get_submodule(name)
+        module = fresh[name]
         assert isinstance(module, BatchKalmanNorm)
         module.transition_kind = plan.transition
         if size is not None:

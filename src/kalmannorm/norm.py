@@ -116,8 +116,6 @@ class BatchKalmanNorm(GroupedNorm):
         )
         if prior_features is not None:
             prior_features = positive_int("prior_features", prior_features)
-        if rank is not None:
-            rank = positive_int("rank", rank)
         self._check_options(prior_features, transition, per_channel_gain, rank, noise)
         self.prior_features = prior_features
         self.initial_gain = open_unit_interval("gain", gain)
@@ -145,6 +143,7 @@ class BatchKalmanNorm(GroupedNorm):
 
         They go to the device of `like`, and are float64 if it is: by default of γ or of the running statistics.
         """
+        self._check_options(prior_features, self.transition_kind, per_channel_gain, rank, noise)
         self.prior_features = prior_features
         if gain is not None:
             self.initial_gain = open_unit_interval("gain", gain)
@@ -156,7 +155,7 @@ class BatchKalmanNorm(GroupedNorm):
         self._reset_gain()
         if self.transition_kind == "learned":
             self.transition = LearnedTransition(
-                self.num_features, prior_features, rank=rank, noise=noise, device=device, dtype=dtype
+                self.num_features, prior_features, rank=rank and int(rank), noise=noise, device=device, dtype=dtype
             )
 
     def _check_options(
@@ -177,6 +176,8 @@ class BatchKalmanNorm(GroupedNorm):
         for name, value in (("rank", rank), ("noise", noise)):
             if value is not None and transition != "learned":
                 raise ValueError(f"{name} belongs to transition='learned'; transition={transition!r} has no A and no r")
+        if rank is not None:
+            positive_int("rank", rank)
         if per_channel_gain and self.covariance == "full":
             raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
         if noise is not None:

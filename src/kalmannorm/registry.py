@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from kalmannorm.grouped import GroupedNorm
 
@@ -70,6 +71,11 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
             found[name] = module
         elif isinstance(module, _LazyNormBase):
             raise TypeError(f"{name!r} is a {type(module).__name__}: run the model once, so that it knows its channels")
+        elif isinstance(module, _BatchNorm) and is_parametrized(module):
+            raise TypeError(
+                f"{name!r} is parametrized: its weight or bias is computed. Make it a Parameter first, by "
+                "torch.nn.utils.parametrize.remove_parametrizations"
+            )
         elif isinstance(module, _BatchNorm) and not isinstance(module, (GroupedNorm, _InstanceNorm)):
             kind = type(module)
             raise TypeError(
