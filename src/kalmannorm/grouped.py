@@ -152,6 +152,8 @@ class GroupedNorm(_NormBase):
                 raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
 
     def _forward(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+        if isinstance(x, Tensor) and x.dim() in self.input_dims and x.shape[0] == 0 and self._alone():
+            return self._forward_empty(x)
         check_input(x)
         self._check_input_dim(x)
         if self.training and not self.frozen:
@@ -161,6 +163,21 @@ class GroupedNorm(_NormBase):
         if self.inference == "example":
             return self._forward_example(x, previous)
         return self._forward_population(x)
+
+    def _alone(self) -> bool:
+        """Whether no other rank waits for what this one observes."""
+        return not self.training or self.frozen or self._ranks.group() is None
+
+    def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
+        """No examples, as in a head without proposals: no statistics move, and all parameters get a gradient of 0."""
+        self._check_input_dim(x)
+        y = F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            mean = torch.zeros(self.num_features, device=x.device)
+            var = torch.ones_like(mean)
+        posterior = Moments(mean.detach().clone().unsqueeze(0), var.detach().clone().unsqueeze(0))
+        return take_part(y, self._idle(None)), posterior.to(statistics_dtype(x))
 
     def _finish(self, y: Tensor) -> Tensor:
         for name in self.then:
