@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from kalmannorm import BatchKalmanNorm2d, convert, to_batchnorm
+from kalmannorm import BatchKalmanNorm2d, convert, rewire, to_batchnorm, wiring
 
 
 def image(batch=4, size=8):
@@ -150,3 +152,91 @@ def test_a_model_that_cannot_be_copied():
     with pytest.raises(RuntimeError, match="Sequential cannot be copied: pass inplace=True"):
         convert(model, image())
     convert(model, image(), inplace=True)(image()).sum().backward()
+
+
+class Aside(nn.Module):
+    """Its second branch never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.never = chain(2), chain(1)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_wiring_of_a_module_that_holds_several_converted_models():
+    pair = nn.ModuleDict({"teacher": convert(Aside(), image()), "student": convert(chain(2), image())})
+    report = wiring(pair)
+    assert {norm.name: norm.sources for norm in report.norms} == {
+        "teacher.body.1": [], "teacher.body.4": ["teacher.body.1"], "teacher.never.1": [],
+        "student.1": [], "student.4": ["student.1"],
+    }  # fmt: skip
+    assert report.summary.startswith("2 of 5 norms of ModuleDict are wired (weights), 2 with no norm before")
+    assert report.svg().count("<path d=") == 3
+    pair["student"] = convert(chain(2), image(), transition="learned")
+    assert "(weights and learned)" in wiring(pair).summary
+
+
+def test_wiring_of_a_part():
+    model = convert(nn.Sequential(chain(1), nn.Sequential(*chain(3)[3:])), image())
+    assert [(norm.name, norm.sources) for norm in wiring(model[1]).norms] == [("1", ["0.1"]), ("4", ["1"])]
+    assert wiring(model[1]).svg().count("<path d=") == 2
+    assert [norm.name for norm in wiring(model[1][4]).norms] == [""]
+    aside = convert(nn.Sequential(Aside(), nn.Flatten()), image())
+    assert [norm.name for norm in wiring(aside[0]).norms] == ["body.1", "body.4", "never.1"]
+    assert [norm.name for norm in wiring(aside[0].body).norms] == ["1", "4"]
+
+
+def test_wiring_says_how_many_calls_are_wired():
+    class Thrice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.bn(self.conv(x))
+            return x
+
+    report = wiring(convert(Thrice(), image()))
+    assert report.norms[0].wired and report.norms[0].transition == "weights, 2 of 3 calls"
+    assert "bn (×3)" in str(report) and "weights, 2 of 3 calls" in str(report)
+
+
+def test_wiring_names_the_run_that_failed():
+    class Picky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = chain(2)
+
+        def forward(self, x, targets=None):
+            if self.training and targets is None:
+                raise ValueError("targets are missing\nso there")
+            return self.body(x)
+
+    assert wiring(convert(Picky(), image())).summary.endswith("; training run failed: ValueError: targets are missing")
+    assert not wiring(convert(Picky(), {"x": image(), "targets": 1})).notes
+
+
+def test_wiring_names_a_layer_that_was_replaced():
+    model = convert(chain(), image())
+    assert not wiring(model).notes
+    model[3] = nn.Conv2d(8, 8, 1)
+    assert wiring(model).notes == ["'3' was replaced after conversion: call kalmannorm.rewire"]
+    assert "'student.3' was replaced" in wiring(nn.ModuleDict({"student": model})).summary
+    assert not wiring(copy.deepcopy(model)[4]).notes
+    assert not rewire(model, image()).notes
+
+
+def test_a_norm_wired_by_hand_does_not_go_back():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = BatchKalmanNorm2d(3), BatchKalmanNorm2d(3, 3)
+
+        def forward(self, x):
+            return self.two(self.one(x), self.one.posterior)
+
+    with pytest.raises(ValueError, match="to_batchnorm: 'two' is given `previous` by the model's own code"):
+        to_batchnorm(Net())

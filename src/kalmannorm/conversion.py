@@ -131,7 +131,8 @@ def rewire(model: nn.Module, example_input: Any) -> Wiring:
     wired = [module for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire is not None]
     if not wired:
         raise ValueError(f"rewire: {type(model).__name__} was not converted; call kalmannorm.convert first")
-    plan = make_plan(model, example_input, _traced(model), wired[0].wire.relay.plan.transition)
+    with torch.inference_mode(False):
+        plan = make_plan(model, example_input, _traced(model), wired[0].wire.relay.plan.transition)
     for name, now in plan.norms.items():
         module = model.get_submodule(name)
         assert isinstance(module, BatchKalmanNorm)
@@ -146,31 +147,42 @@ def rewire(model: nn.Module, example_input: Any) -> Wiring:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """What feeds every norm of a converted model: prints as a table, draws as SVG, and holds the same as data."""
-    for module in model.modules():
-        if isinstance(module, BatchKalmanNorm) and module.wire is not None:
-            found: Wiring = report(module.wire.relay.plan, type(model).__name__)
-            return found
-    raise ValueError(
-        f"wiring: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input, to='kalman')"
-    )
+    """What feeds every norm of a converted model: prints as a table, draws as SVG, and holds the same as data.
+
+    Also of a part of one, whose sources outside keep the names they had, and of a module that holds several.
+    """
+    wires = [module.wire for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire]
+    if not wires:
+        raise ValueError(
+            f"wiring: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input, "
+            "to='kalman')"
+        )
+    return report(list({id(wire.relay): wire.relay for wire in wires}.values()), model)
 
 
 def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """Every norm of this library becomes what it was before conversion, with the population statistics of now.
 
     The outputs in `population` inference stay exactly; nothing of this library remains in the model. A SyncBatchNorm
-    becomes the BatchNorm of its rank. A hand-built norm becomes a BatchNorm.
+    becomes the BatchNorm of its rank, and so does a hand-built norm, if its model gives it no `previous`.
     """
     found = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     if not found and not batch_norms(model):
         raise ValueError(f"to_batchnorm: {type(model).__name__} holds no norm of kalmannorm and no batch norm")
-    if not inplace:
-        model = copy.deepcopy(model)
-    for module in list(model.modules()):
-        if isinstance(module, GroupedNorm):
-            become_batchnorm(module)
-    _disconnect(model)
+    for name, module in model.named_modules():
+        by_hand = isinstance(module, BatchKalmanNorm) and not hasattr(module, "converted_from")
+        if by_hand and module.prior_features is not None:
+            raise ValueError(
+                f"to_batchnorm: {name!r} is given `previous` by the model's own code, which a plain norm does not "
+                "take; build the model with BatchNorm and load the state dict with strict=False"
+            )
+    with torch.inference_mode(False):
+        if not inplace:
+            model = copy.deepcopy(model)
+        for module in list(model.modules()):
+            if isinstance(module, GroupedNorm):
+                become_batchnorm(module)
+        _disconnect(model)
     return model
 
 

@@ -40,7 +40,7 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
         depth: _edges([place[norms[i][0]][0] for i in row], [widths[i] for i in row]) for depth, row in rows.items()
     }
     for name, _, sources, _ in norms:
-        for source in sources:
+        for source in filter(place.__contains__, sources):  # others lie outside of the model
             between = [edges[depth] for depth in range(level[source] + 1, level[name]) if depth in edges]
             parts.append(_arrow(place[source], place[name], between))
     for (name, channels, _, reason), width in zip(norms, widths, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 from kalmannorm.graph.beliefs import Beliefs, Unknown
 from kalmannorm.graph.folding import foldable
 from kalmannorm.graph.posteriors import Posteriors
-from kalmannorm.graph.program import Posterior, Program
+from kalmannorm.graph.program import Parameter, Posterior, Program
 from kalmannorm.graph.trace import Trace, trace
 
 Transition = Literal["weights", "learned"]
@@ -47,6 +47,8 @@ class Plan:
     program: Program
     norms: dict[str, NormPlan]
     transition: Transition
+    failed: list[str] = field(default_factory=list)  # the one of the two runs that failed, and how
+    owners: dict[int, str] = field(default_factory=dict)  # steps that read a parameter, and the layer they read it of
 
 
 Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
@@ -57,7 +59,7 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
 
     Where a norm runs in both, eval counts: it has no randomness. Training alone runs auxiliary heads.
     """
-    traces = _traces(model, example_input, norms)
+    traces, failed = _traces(model, example_input, norms)
     program, norm_steps = Program(), dict[int, int]()
     plans = {name: NormPlan(name, _channels(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
@@ -77,22 +79,27 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
             plan.calls.append(_call_plan(run, call, here, reader, program))
             plan.calls[-1].last = here[call] in lasts
     _agree(plans)
-    return Plan(program, plans, transition)
+    names = {id(module): name for name, module in model.named_modules()}
+    owned = {i: id(step.owner) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
+    owners = {step: names[owner] for step, owner in owned.items() if owner in names}
+    return Plan(program, plans, transition, failed, owners)
 
 
-def _traces(model: nn.Module, example_input: Any, norms: Norms) -> list[Trace]:
-    traces, errors = [], []
+def _traces(model: nn.Module, example_input: Any, norms: Norms) -> tuple[list[Trace], list[str]]:
+    traces, errors, failed = [], [], []
     for training in (False, True):
         try:
             traces.append(trace(model, example_input, norms, training=training))
         except Exception as error:
             errors.append(error)
+            said = str(error).partition("\n")[0]
+            failed.append(f"{'training' if training else 'eval'} run failed: {type(error).__name__}: {said:.120}")
     if not traces:
         raise ValueError(
             f"example_input: {type(model).__name__} does not run on it, neither in eval nor in training: "
             f"{type(errors[0]).__name__}: {errors[0]}"
         ) from errors[0]
-    return traces
+    return traces, failed
 
 
 def _identities(traces: list[Trace]) -> list[list[int]]:

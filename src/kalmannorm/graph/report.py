@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
 
 from kalmannorm.graph.drawing import draw
 from kalmannorm.graph.plan import NEVER_RAN, Plan
+from kalmannorm.graph.program import Parameter, Step
+from kalmannorm.graph.relay import Begin, Relay, Wire
 
 
 @dataclass(frozen=True)
 class NormWiring:
-    """One norm. `sources` feed it with no norm between; `reason` says why it has no prior, None where it has one."""
+    """One norm. `sources` feed it with no norm between; `reason` says why it has no prior, None where it has one.
+
+    Of a norm that runs several times, `transition` says how many of its calls have one, if not all.
+    """
 
     name: str
     channels: int
@@ -33,10 +41,11 @@ class Wiring:
     model: str
     transition: str
     norms: list[NormWiring]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
-        """One line: how many norms are wired, and of those that are not, how many have a norm before them."""
+        """One line: how many norms are wired, of the others how many have a norm before them, and what went wrong."""
         wired = sum(norm.wired for norm in self.norms)
         lost = sum(not norm.wired and bool(norm.sources) for norm in self.norms)
         first = sum(not norm.wired and not norm.sources and norm.calls > 0 for norm in self.norms)
@@ -45,7 +54,7 @@ class Wiring:
         parts += [f"{first} with no norm before"] if first else []
         parts += [f"{lost} fed by norms but without a prior"] if lost else []
         parts += [f"{unseen} never ran in the example"] if unseen else []
-        return ", ".join(parts)
+        return "; ".join([", ".join(parts), *self.notes])
 
     def __str__(self) -> str:
         rows = [("norm", "channels", "sources", "path", "transition")]
@@ -72,18 +81,73 @@ class Wiring:
             file.write(self.svg())
 
 
-def report(plan: Plan, model: str) -> Wiring:
+def report(relays: Sequence[Relay], model: nn.Module) -> Wiring:
+    """Of one converted model or several, of which this model is, holds or is a part; names are those in this model."""
+    norms: list[NormWiring] = []
+    notes: list[str] = []
+    for relay in relays:
+        norms += _norms(relay.plan, _names_in(model, relay))
+        notes += [*relay.plan.failed, *_replaced(model, relay)]
+    transitions = dict.fromkeys(relay.plan.transition for relay in relays)
+    return Wiring(type(model).__name__, " and ".join(transitions), norms, notes)
+
+
+def _names_in(model: nn.Module, relay: Relay) -> dict[str, str]:
+    """For the norms of a converted model that are in this one: from the name there to the name here."""
+    there = {norm.calls[0].identity: norm.name for norm in relay.plan.norms.values() if norm.calls}
+    modules, found, pair = dict(model.named_modules()), dict[str, str](), ("", "")
+    for name, module in modules.items():
+        wire = getattr(module, "wire", None)
+        if isinstance(wire, Wire) and wire.relay is relay:
+            pair = there[wire.calls[0]], name
+            found[pair[0]] = name
+    for norm in relay.plan.norms.values():
+        name = _moved(norm.name, *pair)
+        if not norm.calls and getattr(modules.get(name), "wire", relay) is None:
+            found[norm.name] = name
+    return found
+
+
+def _moved(name: str, old: str, new: str) -> str:
+    """Of a norm that never ran no wire tells where it is; but its name changes as that of another, from old to new."""
+    if new.endswith(old):
+        return new[: len(new) - len(old)] + name
+    prefix = old.removesuffix(new)
+    return name[len(prefix) :] if name.startswith(prefix) else ""
+
+
+def _norms(plan: Plan, names: dict[str, str]) -> list[NormWiring]:
     order = sorted(plan.norms.values(), key=lambda norm: norm.calls[0].identity if norm.calls else len(plan.norms))
+    inside = set(names.values())
     norms = []
     for norm in order:
+        if norm.name not in names:
+            continue
         sources = list(dict.fromkeys(source for call in norm.calls for source in call.sources))
+        sources = [names.get(name, f"{name} (outside)" if name in inside else name) for name in sources]
         wired = [call for call in norm.calls if call.target is not None]
         reason = None if wired else (norm.calls[0].reason if norm.calls else NEVER_RAN)
-        if wired and len(wired) < len(norm.calls):
-            reason = None
+        some = f", {len(wired)} of {len(norm.calls)} calls" if 0 < len(wired) < len(norm.calls) else ""
         path = (wired or norm.calls)[0].path if norm.calls else ""
-        size = wired[0].size if wired else None
-        norms.append(
-            NormWiring(norm.name, norm.channels, sources, path, plan.transition, size, reason, len(norm.calls))
-        )
-    return Wiring(model, plan.transition, norms)
+        size, how, calls = wired[0].size if wired else None, plan.transition + some, len(norm.calls)
+        norms.append(NormWiring(names[norm.name], norm.channels, sources, path, how, size, reason, calls))
+    return norms
+
+
+def _replaced(model: nn.Module, relay: Relay) -> list[str]:
+    """Layers that priors still read, but that are in the model no more."""
+    for prefix, root in model.named_modules():
+        hooks = root._forward_pre_hooks.values()
+        if any(isinstance(hook, Begin) and hook.relay is relay and hook.whole for hook in hooks):
+            present = {id(module) for module in root.modules()}
+            steps = relay.program.steps
+            gone = {name: step for step, name in relay.plan.owners.items() if _lost(steps[step], present)}
+            return [
+                f"{f'{prefix}.{name}'.lstrip('.')!r} was replaced after conversion: call kalmannorm.rewire"
+                for name in gone
+            ]
+    return []
+
+
+def _lost(step: Step, present: set[int]) -> bool:
+    return isinstance(step, Parameter) and id(step.owner) not in present
