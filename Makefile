@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test lint unit bench deploy-check figures clean
+.PHONY: help install demo test lint unit bench deploy-check families figures clean
 
 help:
 	@echo "make demo     install, then compare BN and BKN at micro-batch on real digits (about a minute)"
 	@echo "make test     install, lint, type-check, test"
 	@echo "make bench    time the op beside F.batch_norm on this machine"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
+	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
 	@echo "make figures  redraw the README's picture from its records"
 	@echo "make install  only create .venv, pinned, with all extras"
 
@@ -39,6 +40,9 @@ bench: install
 
 deploy-check: install
 	$(BIN)/python benchmarks/deploy.py --check
+
+families: install
+	$(BIN)/python benchmarks/families.py
 
 figures: install
 	$(BIN)/python docs/figures/draw.py
