@@ -27,7 +27,7 @@ def named(op: Op, signature: dict[str, Any]) -> dict[str, Any]:
     found = dict(signature)
     for name, value in zip(signature, op.args, strict=False):
         found[name] = value
-    aliases = {"self": "input", "x": "input", "axis": "dim", "tensors": "input"}
+    aliases = {"self": "input", "x": "input", "axis": "dim", "keepdims": "keepdim", "tensors": "input"}
     for name, value in op.kwargs.items():
         name = aliases.get(name, name)
         if name in found:

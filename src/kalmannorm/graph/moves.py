@@ -32,16 +32,36 @@ class NoBeliefError(Exception):
         self.told = told
 
 
+_FIRST = ("input", "self", "tensors", "x")  # what functions call their first argument
+
+
+def _first(op: Op) -> Any:
+    """The first argument, however it was given."""
+    return op.args[0] if op.args else next((op.kwargs[name] for name in _FIRST if name in op.kwargs), None)
+
+
 def operands(op: Op) -> list[Ref]:
     """The tensors that are moved: the first argument, which may be a list."""
-    first = op.args[0] if op.args else next(iter(op.kwargs.values()))
-    return list(first) if isinstance(first, (list, tuple)) else [first]
+    first = _first(op)
+    parts = list(first) if isinstance(first, (list, tuple)) else [first]
+    if not parts or not all(isinstance(part, Ref) for part in parts):
+        raise NoBeliefError(f"{op.name} of something that is no tensor")
+    return parts
 
 
 def moved(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
     """What each output holds, from what the operands hold."""
+    try:
+        return _moved(program, trace, op, given)
+    except NoBeliefError:
+        raise
+    except Exception as error:
+        raise NoBeliefError(f"{op.name} cannot be followed: {type(error).__name__}: {error}") from error
+
+
+def _moved(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
     shapes = [trace.values[ref.index].shape for ref in operands(op)]
-    listed = isinstance(op.args[0] if op.args else next(iter(op.kwargs.values())), (list, tuple))
+    listed = isinstance(_first(op), (list, tuple))
     if op.name in ("view_as", "reshape_as", "expand_as"):
         target = trace.values[op.args[1].index].shape
         op = replace(op, args=(op.args[0], target), name=op.name[:-3], func=None)
@@ -62,9 +82,9 @@ def moved(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> 
 def on_labels(trace: Trace, op: Op, labels: Any) -> Any:
     """The recorded call with labels for its first argument."""
     rest = [_constant(trace, a) for a in op.args[1:]]
-    kwargs = {name: _constant(trace, a) for name, a in op.kwargs.items()}
+    kwargs = {name: a if name in _FIRST else _constant(trace, a) for name, a in op.kwargs.items()}
     if not op.args:
-        kwargs.pop(next(iter(op.kwargs)))
+        kwargs.pop(next(name for name in _FIRST if name in kwargs))
     # Labels lie otherwise in memory than the tensor did, which matters to `view` alone.
     name = "reshape" if op.name == "view" and not _retypes(rest) else op.name
     func = op.func if op.func is not None and name == op.name else getattr(torch.Tensor, name)
@@ -96,6 +116,11 @@ def _axis(op: Op) -> int:
 
 def _needed(shapes: list[tuple[int, ...]], labels: list[Tensor], axis: int) -> list[tuple[int, ...]]:
     """Shapes in which a concatenation of labels says all, without spreading them over every position."""
-    rank = len(shapes[0])
-    varying = [any(part.shape[i] > 1 for part in labels) or i == axis % rank for i in range(rank)]
-    return [tuple(size if varying[i] else 1 for i, size in enumerate(shape)) for shape in shapes]
+    rank = max(len(shape) for shape in shapes)
+    # An empty vector is welcome in any concatenation, and adds nothing.
+    parts = [part for part in labels if part.dim() == rank]
+    varying = [any(part.shape[i] > 1 for part in parts) or i == axis % rank for i in range(rank)]
+    return [
+        tuple(size if varying[i] else 1 for i, size in enumerate(shape)) if len(shape) == rank else shape
+        for shape in shapes
+    ]

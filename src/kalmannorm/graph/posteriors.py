@@ -42,7 +42,7 @@ class Posteriors:
         self.states: dict[int, Arrival] = {}
         for op in trace.ops:
             if op.norm is not None or any(i in self.states for i in op.inputs):
-                for index, state in zip(op.outputs, self._interpret(op), strict=True):
+                for index, state in zip(op.outputs, self._states(op), strict=True):
                     if state is not None:
                         self.states[index] = state
 
@@ -74,6 +74,17 @@ class Posteriors:
         step = steps[0] if len(steps) == 1 else combined(self.program, algebra.concatenate, steps)
         return Arrival(step, sum(parts.values()), None, tuple(parts.items()))
 
+    def _states(self, op: Op) -> list[Arrival | None]:
+        try:
+            states = self._interpret(op)
+        except Exception:  # a call that its rule did not think of
+            states = []
+        if len(states) == len(op.outputs):
+            return states
+        given = [self.states[i] for i in dict.fromkeys(op.inputs) if i in self.states]
+        floating = [self.trace.values[i].dtype.is_floating_point for i in op.outputs]
+        return [self._bag(given) if given and kept else None for kept in floating]
+
     def _interpret(self, op: Op) -> list[Arrival | None]:
         count = len(op.outputs)
         if op.norm is not None:
@@ -103,7 +114,8 @@ class Posteriors:
         shape = self.trace.values[index].shape
         if op.name in names.SAME or op.name in UNARY or op.name in names.OTHER_NORMS:
             return state
-        if op.name in names.SUMS | names.PRODUCTS | names.QUOTIENTS | names.POOLS | {"softmax", "normalize"}:
+        kept = names.SUMS | names.PRODUCTS | names.QUOTIENTS | names.POOLS | {"softmax", "normalize"}
+        if op.name in kept or (op.name in ("max", "min") and len(op.inputs) > 1):
             out = self.trace.values[op.outputs[0]].shape
             if state.labels is not None and len(out) == len(shape):
                 fits = all(size in (1, full) for size, full in zip(state.labels.shape, out, strict=True))
@@ -144,15 +156,15 @@ class Posteriors:
 
     def _move(self, op: Op) -> list[Arrival | None] | None:
         """Views, slices and concatenations of what still belongs to channels; None where that is lost."""
-        given = [self.states.get(ref.index) for ref in moves.operands(op)]
-        labelled = [
-            Labelled(arrival.step, arrival.size, arrival.labels)
-            for arrival in given
-            if arrival is not None and arrival.labels is not None
-        ]
-        if len(labelled) < len(given):
-            return None
         try:
+            given = [self.states.get(ref.index) for ref in moves.operands(op)]
+            labelled = [
+                Labelled(arrival.step, arrival.size, arrival.labels)
+                for arrival in given
+                if arrival is not None and arrival.labels is not None
+            ]
+            if len(labelled) < len(given):
+                return None
             parts = moves.moved(self.program, self.trace, op, labelled)
         except NoBeliefError:
             return None
