@@ -65,6 +65,8 @@ class Beliefs:
     def state(self, value: Value) -> State:
         if value.index in self.states:
             return self.states[value.index]
+        if value.reason is not None:
+            return Unknown(value.reason)
         if value.fed:
             return Unknown("fed by the model's input")
         if value.random:
@@ -95,7 +97,11 @@ class Beliefs:
             result = Unknown(f"no rule for {op.name}{where}") if rule is None else rule(op)
         except NoBeliefError as reason:
             result = Unknown(str(reason) if reason.told else f"{reason}{where}")
+        except Exception as error:  # a call that its rule did not think of
+            result = Unknown(f"{op.name}: {type(error).__name__}: {error}{where}")
         results = result if isinstance(result, list) else [result] * len(op.outputs)
+        if len(results) != len(op.outputs):
+            results = [Unknown(f"no rule for {op.name}{where}: {len(op.outputs)} results")] * len(op.outputs)
         for index, state in zip(op.outputs, results, strict=True):
             value = self.trace.values[index]
             if isinstance(state, Labelled) and not _broadcasts(state.labels, value.shape):
@@ -104,8 +110,9 @@ class Beliefs:
 
     def _rule(self, op: Op) -> Callable[[Op], State | list[State]] | None:
         name = op.name
+        if op.norm is not None:
+            return self._norm
         for table, rule in (
-            ({"norm"}, self._norm),
             (names.SAME, self._same),
             (names.MOVES, self._move),
             (names.POOLS, self._pool),

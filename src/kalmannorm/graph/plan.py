@@ -12,7 +12,8 @@ from kalmannorm.graph.beliefs import Beliefs, Unknown
 from kalmannorm.graph.folding import foldable
 from kalmannorm.graph.posteriors import Posteriors
 from kalmannorm.graph.program import Parameter, Posterior, Program
-from kalmannorm.graph.trace import Trace, trace
+from kalmannorm.graph.records import FROM_NUMBERS, UNSEEN
+from kalmannorm.graph.trace import NoInputError, Trace, trace
 
 Transition = Literal["weights", "learned"]
 NEVER_RAN = "never ran in the example"
@@ -90,6 +91,8 @@ def _traces(model: nn.Module, example_input: Any, norms: Norms) -> tuple[list[Tr
     for training in (False, True):
         try:
             traces.append(trace(model, example_input, norms, training=training))
+        except NoInputError:
+            raise
         except Exception as error:
             errors.append(error)
             said = str(error).partition("\n")[0]
@@ -129,7 +132,8 @@ def _call_plan(
     if isinstance(reader, Beliefs):
         target = reader.prior(call)
         if isinstance(target, Unknown):
-            plan.reason = target.reason if sources else FIRST
+            hidden = target.reason in (UNSEEN, FROM_NUMBERS)
+            plan.reason = target.reason if sources or hidden else FIRST
         else:
             plan.target, plan.size = target, run.values[norm.value].shape[1]
     else:

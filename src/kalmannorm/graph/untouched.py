@@ -16,11 +16,16 @@ from torch import Tensor, nn
 def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the training flag of every module, without its `train()`, and put everything back afterwards.
 
-    Attributes that the forward assigns return to what they were; a list or dict that it mutates does not.
+    Attributes that the forward assigns return to what they were, and submodules that it adds go; a list or dict that
+    it mutates does not return. What a scripted module assigns stays, but for its buffers.
     """
     modules = list({id(module): module for module in model.modules()}.values())
-    attributes = [(module, dict(module.__dict__)) for module in modules]
-    registered = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    flags = [(module, module.training) for module in modules]
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    attributes = [(module, dict(module.__dict__)) for module in plain]
+    registered = [
+        (table, dict(table)) for module in plain for table in (module._parameters, module._buffers, module._modules)
+    ]
     tensors = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
     values = [(t, t.detach().clone()) for t in tensors.values()]
     devices = {t.device for t in (*model.parameters(), *tensors.values()) if t.device.type == "cuda"}
@@ -38,16 +43,17 @@ def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
         for module, before in attributes:
             module.__dict__.clear()
             module.__dict__.update(before)
-        for module, parameters, buffers in registered:
-            _refill(module._parameters, parameters)
-            _refill(module._buffers, buffers)
+        for table, held in registered:
+            _refill(table, held)
+        for module, flag in flags:
+            module.training = flag
         with torch.no_grad():
             for tensor, value in values:
                 if not _same(tensor, value):
                     tensor.copy_(value)
 
 
-def _refill(table: dict[str, Any], before: dict[str, Any]) -> None:
+def _refill(table: Any, before: dict[str, Any]) -> None:
     table.clear()
     table.update(before)
 
