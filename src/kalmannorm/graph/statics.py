@@ -6,12 +6,37 @@ steps that make them again from the parameters of the moment, with their gradien
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kalmannorm.graph.program import Parameter, Program, Replay
-from kalmannorm.graph.trace import Ref, Trace, Value, function_name
+from kalmannorm.graph.records import Op, Ref, Trace, Value, attribute_name
+
+
+def get_attribute(tensor: Tensor, name: str) -> Any:
+    """`w.T` as a function that can be copied and saved; torch's getters cannot."""
+    return getattr(tensor, name)
+
+
+def _again(op: Op) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The function and arguments that make an operation's result once more; None where that would write somewhere, or
+    where the function cannot be saved with the model."""
+    name = getattr(op.func, "__name__", "")
+    if op.func is None or (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
+        return None
+    if op.kwargs.get("out") is not None or op.kwargs.get("inplace"):
+        return None
+    if name == "__get__":
+        return get_attribute, (op.args[0], attribute_name(op.func))
+    try:
+        pickle.dumps(op.func)
+    except Exception:
+        return None
+    return op.func, op.args
 
 
 class Statics:
@@ -33,8 +58,10 @@ class Statics:
         if value.op is None or value.random or value.fed:
             return None
         op = self.trace.ops[value.op]
-        if op.func is None or function_name(op.func) == "setitem":
+        call = _again(op)
+        if call is None:
             return None
+        func, given = call
         inputs: list[int] = []
 
         def place(argument: Any) -> Any:
@@ -49,12 +76,12 @@ class Statics:
             return argument
 
         try:
-            args = tuple(place(a) for a in op.args)
-            kwargs = {name: place(a) for name, a in op.kwargs.items()}
+            args = tuple(place(a) for a in given)
+            kwargs = {} if func is get_attribute else {name: place(a) for name, a in op.kwargs.items()}
         except LookupError:
             return None
         output = op.outputs.index(value.index) if len(op.outputs) > 1 else None
-        return self.program.add(Replay(tuple(inputs), op.func, args, kwargs, output))
+        return self.program.add(Replay(tuple(inputs), func, args, kwargs, output))
 
     def _of(self, value: Value, func: Any) -> int | None:
         step = self.step(value)
