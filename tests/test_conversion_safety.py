@@ -67,6 +67,7 @@ def test_what_others_put_on_a_norm_stays(to):
     assert model[1].extra is extra and model[1].observer is observer
     assert "1.scratch" in dict(model.named_buffers()) and "1.scratch" not in model.state_dict()
     model(image()).sum().backward()
+    assert copy.deepcopy(model).bfloat16()[1].calibration.dtype == torch.bfloat16
     if to == "group":
         assert not hasattr(model[1], "running_mean")
         return

@@ -347,8 +347,8 @@ class GroupedNorm(_NormBase):
         return self
 
     def _float32_tensors(self) -> list[Tensor | None]:
-        """What stays float32 in a half-precision model: every buffer."""
-        return list(self._buffers.values())
+        """What stays float32 in a half-precision model: the statistics."""
+        return [self.running_mean, self.running_var, self.observed_mean, self.observed_var]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedNorm:
         kept = [t for t in self._float32_tensors() if t is not None]
