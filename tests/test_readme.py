@@ -1,4 +1,4 @@
-"""The README's code runs as it stands."""
+"""The code of the README and of the guides runs as it stands."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ import re
 import statistics
 from pathlib import Path
 
+import torch
+import torchvision
+from torch import nn
+
 README = Path(__file__).parents[1] / "README.md"
 RECORDS = README.parent / "docs" / "figures" / "records"
 
 
-def test_python_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def run_blocks(path, scope=None):
+    scope = {} if scope is None else scope
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
-    scope = {}
     for block in blocks:
         exec(block, scope)
-        assert scope["y"].shape == (4, 128, 28, 28)
-        assert scope["norm2"].gain.requires_grad
+    return scope
+
+
+def test_the_readme_runs():
+    scope = run_blocks(README)
+    x = torch.randn(2, 3, 64, 64)
+    assert type(scope["plain"]) is type(scope["model"]) is torchvision.models.ResNet
+    torch.testing.assert_close(scope["plain"](x), scope["model"].eval()(x), rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in scope["plain"].modules())
+
+
+def test_the_guide_to_wiring_by_hand_runs():
+    scope = run_blocks(README.parent / "docs" / "by-hand.md")
+    assert scope["y"].shape == (4, 128, 28, 28)
+    assert scope["norm2"].gain.requires_grad
 
 
 def test_links_lead_somewhere():

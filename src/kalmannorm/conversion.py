@@ -291,17 +291,18 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
 def _connect(model: nn.Module, plan: Plan) -> None:
     """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
     _disconnect(model)
-    readers: dict[int, set[int]] = {}
-    for wired in plan.norms.values():
-        for call in wired.calls:
-            for source in call.posteriors:
-                readers.setdefault(source, set()).add(call.identity)
-    relay = Relay(plan, readers)
+    relay = Relay(plan)
     for name, wired in plan.norms.items():
         calls = wired.calls
         if calls:
-            identities, targets = tuple(c.identity for c in calls), tuple(c.target for c in calls)
-            wire = Wire(relay, identities, targets, tuple(c.posteriors for c in calls), tuple(c.last for c in calls))
+            wire = Wire(
+                relay,
+                calls=tuple(call.identity for call in calls),
+                targets=tuple(call.target for call in calls),
+                sources=tuple(call.posteriors for call in calls),
+                first=tuple(call.first for call in calls),
+                last=tuple(call.last for call in calls),
+            )
             setattr(model.get_submodule(name), "wire", wire)  # noqa: B010
     parts = [child for child in model.children() if any(isinstance(m, BatchKalmanNorm) for m in child.modules())]
     for part in (model, *parts):

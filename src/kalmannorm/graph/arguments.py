@@ -13,11 +13,13 @@ TRANSPOSED = {
 }  # fmt: skip
 LINEAR = {"input": None, "weight": None, "bias": None}
 LAYER_NORM = {"input": None, "normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5}
+RMS_NORM = {"input": None, "normalized_shape": None, "weight": None, "eps": None}
 GROUP_NORM = {"input": None, "num_groups": None, "weight": None, "bias": None, "eps": 1e-5}
 MOMENTS_NORM = {"input": None, "running_mean": None, "running_var": None, "weight": None, "bias": None}
 PAD = {"input": None, "pad": None, "mode": "constant", "value": None}
 REDUCTION = {"input": None, "dim": None, "keepdim": False}
 SOFTMAX = {"input": None, "dim": None}
+NORMALIZE = {"input": None, "p": 2.0, "dim": 1, "eps": 1e-12}
 ATTENTION = {"query": None, "key": None, "value": None}
 TWO = {"input": None, "other": None, "alpha": 1}
 

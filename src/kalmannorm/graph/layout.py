@@ -9,8 +9,7 @@ selection, several are a mixture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,11 +34,6 @@ def reduce(labels: Tensor) -> Tensor:
     return labels.clone()
 
 
-def rearrange(function: Callable[..., Any], labels: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """Run a function that moves elements about on the labels, spread out to the tensor's shape."""
-    return function(labels.expand(tuple(shape)), *args, **kwargs)
-
-
 def _aligned(labels: Tensor, rank: int) -> Tensor:
     return labels.reshape((1,) * (rank - labels.dim()) + tuple(labels.shape))
 
@@ -62,15 +56,10 @@ def channels(labels: Tensor, axis: int, shape: Sequence[int]) -> tuple[Tensor, T
     rows = rows.reshape(rows.shape[0], -1).expand(size, -1)
     if rows.shape[1] == 1:
         return rows[:, 0], None
-    counts = [torch.unique(row, return_counts=True) for row in rows]
-    most = max(len(entries) for entries, _ in counts)
-    if most == 1:
-        return torch.stack([entries[0] for entries, _ in counts]), None
-    index, share = torch.zeros(size, most, dtype=torch.long), torch.zeros(size, most, dtype=torch.float64)
-    for channel, (entries, count) in enumerate(counts):
-        index[channel, : len(entries)] = entries
-        share[channel, : len(entries)] = count / rows.shape[1]
-    return index, share
+    index, counts = counted(rows)
+    if index.shape[1] == 1:
+        return index[:, 0], None
+    return index, counts / rows.shape[1]
 
 
 def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, Tensor, int]:
@@ -90,9 +79,18 @@ def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple
     return inverse.reshape(new_shape), unique, repeats
 
 
-def contiguous(index: Tensor) -> slice | None:
-    """The slice that an index is, if it is one."""
-    start, size = int(index[0]), index.numel()
-    if torch.equal(index, torch.arange(start, start + size)):
-        return slice(start, start + size)
-    return None
+def counted(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows of entries, (K, n), each row's different ones and how often each occurs, both (K, u)."""
+    ordered = rows.sort(1).values
+    place = torch.zeros_like(ordered)
+    place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+    most = int(place.max()) + 1
+    index = torch.zeros(len(rows), most, dtype=torch.long).scatter_(1, place, ordered)
+    count = torch.zeros(len(rows), most, dtype=torch.float64)
+    count.scatter_add_(1, place, torch.ones_like(ordered, dtype=torch.float64))
+    return index, count
+
+
+def broadcasts(labels: Tensor, shape: Sequence[int]) -> bool:
+    """Whether labels can be those of a tensor of this shape."""
+    return labels.dim() == len(shape) and all(size in (1, full) for size, full in zip(labels.shape, shape, strict=True))

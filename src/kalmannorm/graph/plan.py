@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from kalmannorm.graph.beliefs import Beliefs, Unknown
+from kalmannorm.graph.beliefs import Beliefs
+from kalmannorm.graph.feeding import Feeding
 from kalmannorm.graph.folding import foldable
 from kalmannorm.graph.posteriors import Posteriors
 from kalmannorm.graph.program import Parameter, Posterior, Program
+from kalmannorm.graph.reader import Unknown
 from kalmannorm.graph.records import FROM_NUMBERS, UNSEEN
 from kalmannorm.graph.trace import NoInputError, Trace, trace
 
@@ -31,7 +33,8 @@ class CallPlan:
     size: int | None = None
     reason: str | None = None
     posteriors: tuple[int, ...] = ()
-    last: bool = False  # no norm runs after it, in eval nor in training
+    first: bool = False  # no norm runs before it, in eval nor in training
+    last: bool = False  # the same after it
 
 
 @dataclass
@@ -64,9 +67,12 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     program, norm_steps = Program(), dict[int, int]()
     plans = {name: NormPlan(name, _channels(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
+    firsts = {here[0] for here in identities if here}
+    firsts -= {identity for here in identities for identity in here[1:]}
     lasts = {here[-1] for here in identities if here}
     lasts -= {identity for here in identities for identity in here[:-1]}
     for run, here in zip(traces, identities, strict=True):
+        feeding = Feeding(run)
         reader = (Beliefs if transition == "weights" else Posteriors)(run, program, here, norm_steps)
         # What only training runs is not there at inference; its layer may be, and feed something else.
         folds = foldable(model, run) if run is traces[0] else {}
@@ -77,8 +83,8 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
                 continue
             plan.rank = len(run.values[norm.value].shape)
             plan.fold = folds.get(norm.name)
-            plan.calls.append(_call_plan(run, call, here, reader, program))
-            plan.calls[-1].last = here[call] in lasts
+            plan.calls.append(_call_plan(run, call, here, feeding, reader, program))
+            plan.calls[-1].first, plan.calls[-1].last = here[call] in firsts, here[call] in lasts
     _agree(plans)
     names = {id(module): name for name, module in model.named_modules()}
     owned = {i: id(step.owner) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
@@ -124,10 +130,10 @@ def _channels(module: nn.Module) -> int:
 
 
 def _call_plan(
-    run: Trace, call: int, identities: list[int], reader: Beliefs | Posteriors, program: Program
+    run: Trace, call: int, identities: list[int], feeding: Feeding, reader: Beliefs | Posteriors, program: Program
 ) -> CallPlan:
     norm = run.norms[call]
-    sources = list(dict.fromkeys(run.norms[k].name for k in run.sources(call)))
+    sources = list(dict.fromkeys(run.norms[k].name for k in feeding.sources(call)))
     plan = CallPlan(identities[call], sources, describe_path(run, call))
     if isinstance(reader, Beliefs):
         target = reader.prior(call)

@@ -72,7 +72,15 @@ def _belief(weight: Any, bias: Any, channels: int, context: Context) -> Moments:
     if weight is None and bias is None:
         mean = torch.zeros(1, channels, device=context.device, dtype=context.dtype)
         return Moments(mean, torch.ones_like(mean))
-    return algebra.belief(weight, bias).to(context.dtype)
+    return _there(algebra.belief(weight, bias).to(context.dtype), context)
+
+
+def _there(m: Moments, context: Context) -> Moments:
+    """On the device of the norm that asks: a large model may lie on several."""
+    if m.mean.device == context.device:
+        return m
+    mean, var, cov = m
+    return Moments(mean.to(context.device), var.to(context.device), None if cov is None else cov.to(context.device))
 
 
 @dataclass
@@ -82,7 +90,7 @@ class Posterior(Step):
     call: int = 0
 
     def run(self, given: list[Any], context: Context) -> Moments:
-        return context.posteriors[self.call]
+        return _there(context.posteriors[self.call], context)
 
 
 @dataclass
@@ -93,7 +101,8 @@ class Parameter(Step):
     name: str = ""
 
     def run(self, given: list[Any], context: Context) -> Any:
-        return getattr(self.owner, self.name)
+        tensor = getattr(self.owner, self.name)
+        return tensor if tensor.device == context.device else tensor.to(context.device)
 
 
 @dataclass
@@ -105,7 +114,8 @@ class Constant(Step):
     def run(self, given: list[Any], context: Context) -> Tensor:
         if self.tensor.device == context.device:
             return self.tensor
-        tensor = self.tensor.to(context.device)
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            tensor = self.tensor.to(context.device)
         if type(tensor) is Tensor:  # an exporter's stand-in must not outlive its trace
             self.tensor = tensor
         return tensor
@@ -219,14 +229,33 @@ class Mix(Step):
 
 
 @dataclass
-class Gather(Step):
-    """Every channel the sum, times `factor`, of the entries in the second input, (C, n), taken as independent."""
-
-    factor: float = 1.0
+class WeightedSum(Step):
+    """Every channel a sum of entries: which ones is in the second input, (C, n), then their weights for the mean and
+    for the variance."""
 
     def run(self, given: list[Any], context: Context) -> Moments:
-        m, index = given
-        return Moments(m.mean[:, index].sum(2) * self.factor, m.var[:, index].sum(2) * self.factor**2)
+        m, index, weights, spread = given
+        mean = (m.mean[:, index] * weights.to(m.mean.dtype)).sum(2)
+        return Moments(mean, (m.var[:, index] * spread.to(m.var.dtype)).sum(2))
+
+
+@dataclass
+class Standardized(Step):
+    """A norm across channels, for many of them: centred and scaled by the mean and variance over each group."""
+
+    parts: tuple[str, ...] = ()
+    groups: int = 1
+    centred: bool = True
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        mean, var = (part.unflatten(1, (self.groups, -1)) for part in (given[0].mean, given[0].var))
+        if self.centred:
+            mean = mean - mean.mean(2, keepdim=True)
+        scale = (mean.square() + var).mean(2, keepdim=True).clamp(min=1e-12).rsqrt()
+        m = Moments((mean * scale).flatten(1), (var * scale.square()).flatten(1))
+        for part, tensor in zip(self.parts, given[1:], strict=True):
+            m = algebra.scale(m, tensor) if part == "weight" else algebra.shift(m, tensor)
+        return m
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """What passes between norms inside one forward: posteriors on their way, and results that several priors share.
 
-Nothing outlives the forward of the converted model: its hooks clear the state at the start and at the end. When only a
-part of the model runs, a posterior waits until every norm that reads it has done so. Inside an activation-checkpoint
-segment, results are kept apart, because its recomputation must do exactly what its forward did; posteriors that enter
-it are kept with the segment, for the recomputation to find.
+The hooks of the converted model clear the state at both ends of its forward. When parts of it are called by themselves,
+a posterior waits until every norm that reads it has done so, or until its norm runs again: parts have to be called in
+the order of the forward.
+
+Inside an activation-checkpoint segment results are kept apart, because its recomputation must do exactly what its
+forward did; posteriors that enter it are kept with the segment, for the recomputation to find.
 """
 
 from __future__ import annotations
@@ -18,19 +20,30 @@ from torch import Tensor, nn
 
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context
-from kalmannorm.graph.segment import recompute_id, reentrant, segment
+from kalmannorm.graph.segment import Segment, recompute_id, segments
 from kalmannorm.moments import Moments
 
-_ENTERING = "_kalmannorm_entering"
+Memo = dict[int | None, dict[int, Any]]
+"""Results of the program's steps, for each device."""
 
 
 @dataclass
 class Scope:
     """Of one stretch of code that is run, and perhaps recomputed, as a whole."""
 
-    memo: dict[int | None, dict[int, Any]] | None = field(default_factory=dict)
+    memo: Memo = field(default_factory=dict)
     posteriors: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    inner: dict[int, Scope] = field(default_factory=dict)  # of segments inside, in their first forward
+
+
+@dataclass
+class Kept:
+    """What a segment keeps for its recomputation; held by torch's own object, so that it lives exactly as long."""
+
+    entering: dict[int, Moments] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    recomputation: tuple[int, Scope] | None = None
 
 
 class _State(threading.local):
@@ -39,21 +52,32 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.whole = False
-        self.home: Any = None
-        self.memo: dict[int | None, dict[int, Any]] | None = None
+        self.home: Any = None  # the segment that the forward began in
+        self.memo: Memo | None = None
+        self.traced: Memo | None = None  # the same while compiling, where it may not outlast the graph
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}
         self.inner: dict[int, Scope] = {}
-        self.slot: tuple[int, int, Scope] | None = None
 
 
 class Relay:
     """Shared by all norms of a converted model; never a part of its state dict."""
 
-    def __init__(self, plan: Plan, readers: dict[int, set[int]]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan, self.program = plan, plan.program
-        self.readers = readers
+        calls = [norm.calls for norm in plan.norms.values()]
+        self.readers: dict[int, set[int]] = {}
+        self.earlier: dict[int, tuple[int, ...]] = {}
+        for norm_calls in calls:
+            for nth, call in enumerate(norm_calls):
+                # A loop may run fewer times than in the example: its last posterior is then that of an earlier call.
+                self.earlier[call.identity] = tuple(c.identity for c in reversed(norm_calls[:nth]))
+                for source in call.posteriors:
+                    self.readers.setdefault(source, set()).add(call.identity)
+        for source in list(self.readers):
+            for sibling in self.earlier.get(source, ()):
+                self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
         self.state = _State()
 
@@ -67,13 +91,16 @@ class Relay:
     def enter(self, whole: bool) -> None:
         """A forward begins: of the whole model, or of a part that was called by itself."""
         state = self.state
+        running = segments()
         if whole:
             self._clear(state)
-            state.depth = 0
-        elif state.depth == 0 and segment() is not None:
+        if whole or not state.whole:
+            state.depth = 0  # parts do not nest: whatever was open was interrupted
+        if not whole and state.depth == 0 and running:
             return  # a part, checkpointed or recomputed by itself: the segment's scope serves
         if state.depth == 0:
-            state.memo, state.home, state.whole = {}, segment(), whole
+            state.memo, state.whole = {}, whole
+            state.home = running[0].key if running else None
         state.depth += 1
 
     def leave(self, whole: bool) -> None:
@@ -91,109 +118,149 @@ class Relay:
         state.counts.clear()
         state.pending.clear()
         state.inner.clear()
-        state.slot = None
 
-    def scope(self, found: Any) -> Scope | None:
-        """The scope of a segment; None where the forward's own state serves."""
-        state = self.state
-        if found is None or (state.depth > 0 and found is state.home):
-            return None
-        running = recompute_id()
-        if running == -1 and state.depth > 0:
-            if id(found) not in state.inner:
-                state.inner[id(found)] = Scope()
-            return state.inner[id(found)]
-        if state.slot is None or state.slot[:2] != (id(found), running):
-            state.slot = (id(found), running, Scope())
-        return state.slot[2]
+    def _segments(self) -> list[Segment]:
+        """Those inside the forward of the model, the innermost first."""
+        running, state = segments(), self.state
+        if state.depth > 0 and state.home is not None:
+            for i, segment in enumerate(running):
+                if segment.key is state.home:
+                    return running[:i]
+        return running
+
+    def _scopes(self, running: list[Segment]) -> list[Scope]:
+        """The scope of every segment, in the same order."""
+        found: list[Scope] = []
+        inner = self.state.inner
+        for segment in reversed(running):
+            if segment.recomputed:
+                kept = _kept(segment)
+                if kept.recomputation is None or kept.recomputation[0] != recompute_id():
+                    kept.recomputation = (recompute_id(), Scope())
+                scope = kept.recomputation[1]
+            else:
+                if id(segment.key) not in inner:
+                    if self.state.depth == 0 and inner is self.state.inner:
+                        inner.clear()  # outside any forward of the model nobody else would
+                    inner[id(segment.key)] = Scope()
+                scope = inner[id(segment.key)]
+            inner = scope.inner
+            found.insert(0, scope)
+        return found
 
     def call_index(self, first: int, calls: int) -> int:
         """Which call of a norm this is, for norms that run several times in one forward."""
         if calls == 1:
             return 0
-        found = segment()
-        scope, state = self.scope(found), self.state
-        counts = state.counts if scope is None else scope.counts
+        running = self._segments()
+        count = self._count(first, running, self._scopes(running))
+        return min(count, calls - 1) if self.state.depth > 0 or running else count % calls
+
+    def _count(self, first: int, running: list[Segment], scopes: list[Scope]) -> int:
+        counts = scopes[0].counts if scopes else self.state.counts
         count = counts.get(first, 0)
         counts[first] = count + 1
-        if scope is not None:
-            entering = _entering(found)
-            if recompute_id() == -1:
-                total = state.counts.get(first, 0)
-                state.counts[first] = total + 1
-                entering.setdefault(("count", first), total)
-            count += entering.get(("count", first), 0)
-        return min(count, calls - 1) if state.depth > 0 or scope is not None else count % calls
+        if not running:
+            return count
+        kept = _kept(running[0])
+        if running[0].recomputed:
+            return kept.counts.get(first, 0) + count
+        total = self._count(first, running[1:], scopes[1:])
+        if count == 0:
+            kept.counts[first] = total
+        return total
 
     def deliver(self, call: int, posterior: Moments) -> None:
         if call not in self.readers:
             return
-        found = segment()
-        scope, state = self.scope(found), self.state
-        if scope is not None:
+        running, state = self._segments(), self.state
+        for segment, scope in zip(running, self._scopes(running), strict=True):
             scope.posteriors[call] = posterior
-            if recompute_id() != -1:
+            if segment.recomputed:
                 return
+        if call in state.posteriors:
+            # The norm runs more often than in the example: what was made of its last posterior is out of date.
+            for memo in (state.memo, state.traced):
+                if memo is not None:
+                    memo.clear()
         state.posteriors[call] = posterior
         if not state.whole:
             state.pending[call] = set(self.readers[call])
 
     def evaluate(self, call: int, target: int, sources: tuple[int, ...], x: Tensor) -> Moments | None:
         """The moments that reach a norm; None where one of the posteriors it needs did not arrive."""
-        found = segment()
-        scope, state = self.scope(found), self.state
+        running, state = self._segments(), self.state
+        scopes = self._scopes(running)
         arrived: dict[int, Moments] = {}
         for source in sources:
-            posterior = self._arrived(source, scope, found)
+            posterior = self._arrived(source, running, scopes)
             if posterior is None:
                 return None
             arrived[source] = posterior
-        memos = state.memo if scope is None else scope.memo
-        memo = {} if memos is None else memos.setdefault(x.device.index, {})  # a model may lie on several devices
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        context = Context(x.device, dtype, arrived)
-        previous = self.program.evaluate(target, context, memo)
+        memo = self._memo(scopes, bool(sources), x)
+        previous = self.program.evaluate(target, Context(x.device, dtype, arrived), memo)
         if not state.whole:
             self._consume(call, sources)
         return previous
 
-    def _arrived(self, source: int, scope: Scope | None, found: Any) -> Moments | None:
-        if scope is None:
-            return self.state.posteriors.get(source)
-        if source in scope.posteriors:
-            return scope.posteriors[source]
-        entering = _entering(found)
-        if recompute_id() != -1:
-            return entering.get(source)
-        posterior = self.state.posteriors.get(source)
+    def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
+        if torch.compiler.is_compiling():
+            memo = self.state.traced
+        elif scopes:
+            # Posteriors may enter a segment in its forward that its recomputation finds elsewhere: nothing is shared.
+            memo = None if learned else scopes[0].memo
+        else:
+            memo = self.state.memo
+        if memo is None:
+            return {}
+        index = x.device.index  # a model may lie on several devices
+        if index not in memo:
+            memo[index] = {}
+        return memo[index]
+
+    def _arrived(self, source: int, running: list[Segment], scopes: list[Scope]) -> Moments | None:
+        posteriors = scopes[0].posteriors if scopes else self.state.posteriors
+        for candidate in (source, *self.earlier.get(source, ())):
+            if candidate in posteriors:
+                return posteriors[candidate]
+        if not running:
+            return None
+        kept = _kept(running[0])
+        if running[0].recomputed:
+            return kept.entering.get(source)
+        posterior = self._arrived(source, running[1:], scopes[1:])
         if posterior is not None:
-            if reentrant(found):
-                posterior = Moments(posterior.mean.detach(), posterior.var.detach())
+            if running[0].reentrant():
+                posterior = Moments(*(None if part is None else part.detach() for part in posterior))  # type: ignore[arg-type]
                 self._warn_detached()
-            entering[source] = posterior
+            kept.entering[source] = posterior
         return posterior
 
-    def forget(self) -> None:
-        """The last norm of the forward has run.
+    def begin_trace(self) -> None:
+        """The first norm runs under `torch.compile`: results are shared from here on, within the graph."""
+        self.state.traced = {}
 
-        `torch.compile(model)` compiles the forward and calls the model's hooks outside of it: what were left for them
-        to clear would have to be an output of the compiled graph.
+    def end_trace(self) -> None:
+        """The last norm has run under `torch.compile`.
+
+        The model's own hooks are called outside the compiled graph: what were left for them to clear would have to be
+        an output of it.
         """
-        state = self.state
-        if state.whole and self.scope(segment()) is None:
-            if state.memo is not None:
-                state.memo.clear()
-            state.posteriors.clear()
+        self.state.traced = None
+        if self.state.whole:
+            self.state.posteriors.clear()
 
     def _consume(self, call: int, sources: tuple[int, ...]) -> None:
         state = self.state
         for source in sources:
-            waiting = state.pending.get(source)
-            if waiting is not None:
-                waiting.discard(call)
-                if not waiting:
-                    del state.pending[source]
-                    state.posteriors.pop(source, None)
+            for candidate in (source, *self.earlier.get(source, ())):
+                waiting = state.pending.get(candidate)
+                if waiting is not None:
+                    waiting.discard(call)
+                    if not waiting:
+                        del state.pending[candidate]
+                        state.posteriors.pop(candidate, None)
 
     def _warn_detached(self) -> None:
         if not self.warned:
@@ -206,12 +273,11 @@ class Relay:
             )
 
 
-def _entering(found: Any) -> dict[Any, Any]:
-    """Kept on the segment itself, so that it lives exactly as long."""
-    kept: dict[Any, Any] | None = getattr(found, _ENTERING, None)
+def _kept(segment: Segment) -> Kept:
+    kept: Kept | None = getattr(segment.key, "_kalmannorm_kept", None)
     if kept is None:
-        kept = {}
-        setattr(found, _ENTERING, kept)
+        kept = Kept()
+        segment.key._kalmannorm_kept = kept
     return kept
 
 
@@ -223,11 +289,15 @@ class Wire:
     calls: tuple[int, ...]
     targets: tuple[int | None, ...]
     sources: tuple[tuple[int, ...], ...]
-    last: tuple[bool, ...]  # whether no norm runs after this call
+    first: tuple[bool, ...]  # whether no norm runs before this call
+    last: tuple[bool, ...]  # whether no norm runs after it
 
     def begin(self) -> int:
         """Called once per forward of the norm: which of its calls this is."""
-        return self.relay.call_index(self.calls[0], len(self.calls))
+        which = self.relay.call_index(self.calls[0], len(self.calls))
+        if self.first[which] and torch.compiler.is_compiling():
+            self.relay.begin_trace()
+        return which
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
         target = self.targets[which]
@@ -235,8 +305,8 @@ class Wire:
 
     def deliver(self, which: int, posterior: Moments) -> None:
         self.relay.deliver(self.calls[which], posterior)
-        if self.last[which]:
-            self.relay.forget()
+        if self.last[which] and torch.compiler.is_compiling():
+            self.relay.end_trace()
 
 
 @dataclass
