@@ -17,6 +17,9 @@ from kalmannorm import convert, moments, rewire, wiring
 from kalmannorm.moments import Moments
 
 
+GLOBAL_HOOKS = [name for name in vars(torch.nn.modules.module) if name.startswith("_global_") and "hooks" in name]
+
+
 def conv(inputs, outputs, size=3, **options):
     return nn.Conv2d(inputs, outputs, size, padding=size // 2, **options)
 
@@ -402,7 +405,7 @@ def test_the_trace_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])
     assert "forward" not in model.bn.__dict__ and hook.id in model.bn._forward_hooks
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert not any(getattr(torch.nn.modules.module, name) for name in GLOBAL_HOOKS)
 
 
 def test_the_trace_leaves_no_trace_when_the_model_fails():
@@ -412,7 +415,7 @@ def test_the_trace_leaves_no_trace_when_the_model_fails():
         convert(model, image(), inplace=True)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert type(model[1]) is nn.BatchNorm2d and "forward" not in model[1].__dict__
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert not any(getattr(torch.nn.modules.module, name) for name in GLOBAL_HOOKS)
 
 
 def test_a_model_that_needs_targets_in_training_converts_from_eval():

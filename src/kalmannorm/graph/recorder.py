@@ -281,6 +281,7 @@ class Recorder(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+                nn_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch 2.10 forgets this one
 
     @contextmanager
     def seeing_functions(self) -> Iterator[None]:
