@@ -346,3 +346,39 @@ def test_nothing_of_the_run_is_kept_alive():
     gc.collect()
     shapes = [tuple(o.shape) for o in gc.get_objects() if type(o) is torch.Tensor and o is not x and o.dim() == 4]
     assert (4, 8, 6, 6) not in shapes
+
+
+class Stopped(nn.Module):
+    """A backbone whose features are stopped before the head, in one of the usual ways."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                y = self.bn1(self.conv1(x)).relu()
+        else:
+            y = self.bn1(self.conv1(x)).relu()
+            y = y.detach() if self.how == "detach" else y.data
+        return self.bn2(self.conv2(y))
+
+
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+@pytest.mark.parametrize("how", ["detach", "no_grad", "data"])
+def test_a_stopped_gradient_stays_stopped(how, transition):
+    """SimSiam, BYOL, frozen extractors: the prior brings no gradient to what the model cut off."""
+    x = torch.randn(4, 3, 8, 8)
+    model = convert(Stopped(how), x, transition=transition, statistics_batch_size=2)
+    report = wiring(model).norms[1]
+    assert report.wired and report.sources == ([] if how != "no_grad" else report.sources)
+    if transition == "learned":
+        nn.init.normal_(model.bn2.transition.matrix)
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        stopped = name.startswith(("conv1", "bn1"))
+        assert (parameter.grad is None or not parameter.grad.any()) == stopped or name.endswith("gain_logit"), name
+    assert all(p.requires_grad for p in model.parameters())

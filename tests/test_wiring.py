@@ -16,7 +16,6 @@ import kalmannorm
 from kalmannorm import convert, moments, rewire, wiring
 from kalmannorm.moments import Moments
 
-
 GLOBAL_HOOKS = [name for name in vars(torch.nn.modules.module) if name.startswith("_global_") and "hooks" in name]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ from kalmannorm import moments as algebra
 from kalmannorm.graph import arguments, layout, moves, names
 from kalmannorm.graph.moves import Labelled, NoBeliefError
 from kalmannorm.graph.products import Products
-from kalmannorm.graph.program import AffineBelief, Apply, NormBelief, Program, Standardized
+from kalmannorm.graph.program import AffineBelief, Apply, Detach, NormBelief, Program, Standardized
 from kalmannorm.graph.reader import State, Unknown
 from kalmannorm.graph.trace import Op, Ref, Trace
 from kalmannorm.graph.unary import UNARY, activation_options, averaged, gated
@@ -54,6 +55,8 @@ class Beliefs(Products):
             value = self.trace.values[index]
             if isinstance(state, Labelled) and not layout.broadcasts(state.labels, value.shape):
                 state = Unknown(f"no rule for {op.name}{where}: shapes do not agree")
+            if isinstance(state, Labelled) and value.cut:
+                state = replace(state, step=self.program.add(Detach((state.step,))))
             self.states[index] = state
 
     def _rule(self, op: Op) -> Callable[[Op], State | list[State]] | None:

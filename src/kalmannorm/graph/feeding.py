@@ -56,6 +56,9 @@ class Feeding:
         for index, fed in zip(op.outputs, self._through(op), strict=True):
             value = self.trace.values[index]
             masks = tuple(mask & value.sources for mask in fed.masks)
+            # A tensor that took another's data keeps its own gradient, of which the operation's input knows nothing.
+            if op.name == "identity" and not any(masks):
+                continue
             if fed.labels is not None or masks != (value.sources,):
                 self.parted[index] = Fed(masks, fed.labels)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kalmannorm import moments as algebra
 from kalmannorm.graph import arguments, layout, moves, names
 from kalmannorm.graph.moves import Labelled, NoBeliefError
-from kalmannorm.graph.program import Posterior, Program, combined, selected
+from kalmannorm.graph.program import Detach, Posterior, Program, combined, selected
 from kalmannorm.graph.trace import Op, Trace
 from kalmannorm.graph.unary import UNARY
 
@@ -44,7 +44,11 @@ class Posteriors:
             if op.norm is not None or any(i in self.states for i in op.inputs):
                 for index, state in zip(op.outputs, self._states(op), strict=True):
                     if state is not None:
-                        self.states[index] = state
+                        self.states[index] = self._cut(state) if trace.values[index].cut else state
+
+    def _cut(self, state: Arrival) -> Arrival:
+        step = self.program.add(Detach((state.step,)))
+        return replace(state, step=step, parts=((step, state.size),) if state.parts else ())
 
     def prior(self, call: int) -> tuple[int, int] | None:
         value = self.trace.values[self.trace.norms[call].value]

@@ -198,6 +198,15 @@ class Combine(Step):
 
 
 @dataclass
+class Detach(Step):
+    """Where the model stops a gradient, the prior stops it too."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        mean, var, cov = given[0]
+        return Moments(mean.detach(), var.detach(), None if cov is None else cov.detach())
+
+
+@dataclass
 class Slice(Step):
     """Neighbouring channels."""
 

@@ -38,7 +38,8 @@ from kalmannorm.graph.records import (
 )
 
 # Without a gradient: what depends on these depends on no norm.
-_NO_GRADIENT = {"detach", "detach_", "argmax", "argmin", "argsort", "floor", "ceil", "round", "sign", "bernoulli"}
+_CUTS = {"detach", "data"}
+_NO_GRADIENT = {"argmax", "argmin", "argsort", "floor", "ceil", "round", "sign", "bernoulli"}
 # The second tensor gives its shape or type, not its values.
 _SHAPED_AS = {"view_as", "reshape_as", "expand_as", "type_as"}
 # Made of no tensor's values, only like one.
@@ -153,14 +154,19 @@ class Recorder(TorchFunctionMode):
         fed = any(v.fed for v in inputs)
         random = random or any(v.random for v in inputs)
         constant = not random and not fed and all(v.constant is not None for v in inputs)
-        sources = 0
-        if name not in _NO_GRADIENT:
+        sources, cut = 0, name in _CUTS or not torch.is_grad_enabled()
+        if name not in _NO_GRADIENT and not cut:
             for v in inputs:
                 sources |= v.sources
         for tensor in tensors_in(out):
             differentiable = tensor.is_floating_point() or tensor.is_complex()
             value = self._value(
-                tensor, op=len(self.trace.ops) - 1, sources=sources if differentiable else 0, fed=fed, random=random
+                tensor,
+                op=len(self.trace.ops) - 1,
+                sources=sources if differentiable else 0,
+                fed=fed,
+                random=random,
+                cut=cut,
             )
             if constant:
                 self._keep(value, tensor)

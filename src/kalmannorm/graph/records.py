@@ -32,6 +32,7 @@ class Value:
     sources: int = 0  # bit k: norm call k feeds it with no other norm between
     fed: bool = False  # depends on the model's input
     random: bool = False
+    cut: bool = False  # no gradient passes here: detached, or made without gradients
     owner: tuple[nn.Module, str] | None = None  # the parameter or buffer it is
     constant: Tensor | None = None  # neither fed nor made from parameters
     reason: str | None = None  # why nothing is known of it, where no operation says so

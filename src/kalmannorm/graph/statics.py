@@ -47,7 +47,10 @@ class Statics:
     def step(self, value: Value) -> int | None:
         """The step that gives this tensor; None where it cannot be made again."""
         if value.index not in self._steps:
-            self._steps[value.index] = self._make(value)
+            step = self._make(value)
+            if step is not None and value.cut:
+                step = self.program.add(Replay((step,), torch.detach, (Ref(0),)))
+            self._steps[value.index] = step
         return self._steps[value.index]
 
     def _make(self, value: Value) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def _standardized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: fl
 
 def _stub(recorder: Recorder, name: str, norm: nn.Module, then: Sequence[str]) -> Callable[..., Any]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with recorder.pause():
+        with recorder.pause(), torch.no_grad():
             y = _standardized(x, norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
         recorder.norm_call(name, norm, x, y)
         for child in then:
@@ -101,10 +102,24 @@ def _copied(model: nn.Module, given: Any) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            copies[id(tensor)] = tensor.detach().clone()
         return copies[id(tensor)]
 
     return tree_map_only(Tensor, copy, given)
+
+
+@contextmanager
+def _no_graph(model: nn.Module) -> Iterator[None]:
+    """No activation is kept for a backward, though gradients are enabled: the model's own `no_grad` has to show."""
+    learning = [p for p in model.parameters() if p.is_leaf and p.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
 
 
 def trace(
@@ -118,7 +133,7 @@ def trace(
     recorder = Recorder(model)
     _feed(recorder, example_input, (args, kwargs))
     names = {id(module): name for name, module in model.named_modules()}
-    with untouched(model, training=training), torch.no_grad(), recorder.watching(names):
+    with untouched(model, training=training), _no_graph(model), recorder.watching(names):
         for name, (norm, then) in norms.items():
             norm.__dict__["forward"] = _stub(recorder, name, norm, then)
         try:
