@@ -19,11 +19,7 @@ import argparse
 import csv
 import gc
 import multiprocessing
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -35,9 +31,8 @@ from typing import Any
 import family_checks as checks
 import family_models as models
 import family_table
-import timm
 import torch
-import torchvision
+from origin import origin
 
 import kalmannorm
 
@@ -105,27 +100,11 @@ def _examine(job: tuple[models.Chosen, str, int]) -> Row | str:
             torch.cuda.empty_cache()
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        found = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
-def origin(device: str) -> dict[str, str]:
-    hardware = f"{platform.machine()}, {os.cpu_count()} CPU cores"
-    return {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else hardware,
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "torchvision": torchvision.__version__,
-        "python": platform.python_version(),
-        "kalmannorm": kalmannorm.__version__,
-        "commit": commit(),
-        "command": shlex.join(["python", "benchmarks/families.py", *sys.argv[1:]]),
-    }
+def source(device: str) -> dict[str, str]:
+    """Where the figures come from; each model runs with threads of its own."""
+    found = origin("timm", "torchvision")
+    del found["threads"]
+    return found | ({"hardware": torch.cuda.get_device_name()} if device == "cuda" else {})
 
 
 def recorded() -> list[Row]:
@@ -178,7 +157,7 @@ def main() -> None:
 
     before = {row["model"] + row["library"]: row for row in recorded()}
     todo = chosen_models(list(before.values()), options.only, options.search)
-    source, fresh, failed = origin(options.device), dict[str, Row](), list[str]()
+    made_by, fresh, failed = source(options.device), dict[str, Row](), list[str]()
     jobs = [(chosen, options.device, options.threads) for chosen in todo]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, maxtasksperchild=4) as pool:
@@ -187,7 +166,7 @@ def main() -> None:
                 failed.append(row)
                 print(row, flush=True)
                 continue
-            fresh[row["model"] + row["library"]] = {**row, **source}
+            fresh[row["model"] + row["library"]] = {**row, **made_by}
             print(family_table.line(row), flush=True)
     if options.check:
         for key, row in fresh.items():
