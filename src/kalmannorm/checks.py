@@ -71,8 +71,8 @@ def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
     if smallest * (x.numel() // (N * x.shape[1])) == 1:
         raise ValueError(
             f"x of shape {tuple(x.shape)} in statistics batches of {size} has a group with one value per channel, and "
-            "there is no prior to fill in its variance. Give the layer a prior (prior_features and `previous`), raise "
-            "statistics_batch_size, or drop the last, smaller batch."
+            "there is no prior to fill in its variance. Give it a prior (kalmannorm.convert to 'kalman', or by hand "
+            "prior_features and `previous`), raise statistics_batch_size, or drop the last, smaller batch."
         )
 
 

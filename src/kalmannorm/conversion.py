@@ -6,6 +6,7 @@ How a norm changes is in `become.py`, what feeds it in `graph/`.
 from __future__ import annotations
 
 import copy
+import difflib
 import gc
 import warnings
 from typing import Any, Literal
@@ -200,14 +201,20 @@ def _check_arguments(
             "example_input must be given for to='kalman': what the model is called with, such as "
             "torch.randn(2, 3, 224, 224); the prior of each norm is found by running it"
         )
+    if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
+        raise TypeError(
+            f"example_input must be what the model is called with, not a shape: torch.randn({example_input})"
+        )
     if size is not None:
         positive_int("statistics_batch_size", size)
         if to not in GROUPED:
             raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")
     unknown = sorted(set(options) - _OPTIONS[to])
     if unknown:
-        allowed = ", ".join(sorted(_OPTIONS[to])) or "none"
-        raise TypeError(f"convert(to={to!r}) does not take {', '.join(unknown)}; options for it: {allowed}")
+        allowed = ["statistics_batch_size", "transition", "inplace", *sorted(_OPTIONS[to])]
+        close = [match for name in unknown for match in difflib.get_close_matches(name, allowed, 1)]
+        meant = f"did you mean {', '.join(close)}? " if close else ""
+        raise TypeError(f"convert(to={to!r}) does not take {', '.join(unknown)}; {meant}options: {', '.join(allowed)}")
     learned = sorted({"rank", "covariance"} & set(options))
     if to == "kalman" and transition == "weights" and learned:
         raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")

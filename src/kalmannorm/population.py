@@ -20,8 +20,8 @@ def require_norms(model: nn.Module, caller: str) -> list[tuple[str, GroupedNorm]
     found = list(norms(model))
     if not found:
         raise ValueError(
-            f"{caller}: {type(model).__name__} holds no norm of kalmannorm; build it with BatchKalmanNorm or one of "
-            "the baselines first"
+            f"{caller}: {type(model).__name__} holds no norm of kalmannorm; convert it first, kalmannorm.convert("
+            "model, example_input)"
         )
     return found
 

@@ -76,7 +76,9 @@ class Wiring:
         return self.svg()
 
     def save(self, path: str) -> None:
-        """Write the drawing to a file."""
+        """Write the drawing to a file, whose name ends in .svg."""
+        if not str(path).endswith(".svg"):
+            raise ValueError(f"path must end in .svg, which is what is written, got {str(path)!r}")
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.svg())
 
