@@ -15,31 +15,16 @@ WHY: dict[str, str] = {}
 SINGLE = """\
 ## Where single norms miss
 
-A median hides the norms that are off. In 25 timm models there are 212 of them (five large models with such norms were
-left out); by the operations that the report names on their paths, counted once and not a part of the record:
+A median hides the norms that are off; the column *within* counts those that meet both targets by themselves. What is
+known to be approximate:
 
-- Sums, 140, of which 122 with too small a prior variance: a residual and what was computed from it are taken as
-  independent, and long unnormalized chains (inception_resnet_v2, xception) end with a third to a half of the variance.
-- Averages over positions (pooling, squeeze and excitation, attention), 46, of which 39 too large. A mean of n positions
-  is given 1/√n of their variance; on noise it has 1/n.
-- Others, 26.
-
-Max pooling leaves a belief as it is. Behind it vgg11's observed means are 2.6 times the prior's: the correlation does
-not see that, the offset does (0.5 to 0.7 for those norms).
-
-√n is a compromise between positions all alike (1) and independent (n), chosen on six nets with random weights and eight
-crops of two photographs, and then tried on five others. Prior / observed variance, medians, for 1, √n and n:
-
-| behind | nets | 1 | √n | n |
-| --- | --- | --: | --: | --: |
-| global averages | chosen on: resnest14d, rexnet_100, skresnet18 | 10, 19, 13 | 0.5, 2.6, 1.1 | 0.02, 0.3, 0.1 |
-| | not: skresnet34, rexnetr_100 | 9, 16 | 0.8, 2.0 | 0.1, 0.2 |
-| pooling windows | chosen on: test_byobnet, resnest14d, densenet121 | 1.5, 1.9, 1.8 | 0.8, 0.8, 0.9 | 0.4, 0.4, 0.5 |
-| | not: resnet18d, inception_v3 | 0.9, 2.8 | 0.5, 0.9 | 0.2, 0.3 |
-| attention | chosen on: visformer_tiny | 1.8 | 0.95 | 0.9 |
-| | not: levit_128s (two norms) | 2.1 | 0.2 | 0.02 |
-
-So it is much better than 1 behind global averages, and worse in two of the three other nets it was not chosen on.
+- Sums take their operands as independent: a residual and what was computed from it are not, so the prior variance of
+  long unnormalized chains (inception_resnet_v2, xception) is too small.
+- A mean of n positions (pooling, squeeze and excitation, attention) is given 1/√n of their variance, between positions
+  all alike (1) and independent ones (1/n, as on noise). It was chosen by a trial on photographs that is not recorded
+  here: better than 1 behind global averages, mixed elsewhere.
+- Max pooling leaves a belief as it is, though it raises the mean: the correlation does not see that, the *offset* does
+  (vgg).
 """.splitlines()
 
 

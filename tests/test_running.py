@@ -296,9 +296,6 @@ def test_automatic_mixed_precision_keeps_the_filter_in_float32(transition):
         y = model(image())
     y.sum().backward()
     assert priors[0].mean.dtype == priors[0].var.dtype == torch.float32
-    exact = copy.deepcopy(model)
-    priors.clear()
-    exact(image())
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
