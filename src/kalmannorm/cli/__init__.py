@@ -1,0 +1,14 @@
+"""The command `kalmannorm`. Nothing heavy is imported before a command needs it, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The console script: users' mistakes end in one line on stderr and exit status 2, a Ctrl-C in 130."""
+    try:
+        from kalmannorm.cli.app import run
+    except ModuleNotFoundError as error:
+        sys.exit(f"kalmannorm: {error.name} is missing; the command needs the lab: pip install 'kalmannorm[lab]'")
+    sys.exit(run())

@@ -1,0 +1,24 @@
+"""What a user can mend: shown as one line, without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LabError(Exception):
+    """A mistake or a mishap that the message says how to mend."""
+
+
+class DivergedError(LabError):
+    """The loss is no longer a number; what was finished before is kept."""
+
+
+def one_of(what: str, given: str, choices: Iterable[str]) -> str:
+    """`given`, if it is among the choices; else an error that names the nearest."""
+    known = sorted(choices)
+    if given in known:
+        return given
+    close = difflib.get_close_matches(given, known, 1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")

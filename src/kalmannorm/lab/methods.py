@@ -1,0 +1,58 @@
+"""The normalizers that the lab compares: a plain BatchNorm model, converted as a user would convert it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from kalmannorm.conversion import convert
+from kalmannorm.grouped import INFERENCE_MODES
+from kalmannorm.lab.errors import one_of
+
+
+@dataclass(frozen=True)
+class Method:
+    """`to` and `options` are those of `kalmannorm.convert`; `modes` the ways of inference it has."""
+
+    title: str
+    to: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[str, ...] = INFERENCE_MODES
+    groups: bool = True
+    """Whether the statistics batch matters at all."""
+
+
+METHODS: dict[str, Method] = {
+    "bn": Method("BN", "ghost"),
+    "brn": Method("BRN", "renorm", modes=("population", "batch")),
+    "gn": Method("GN", "group", modes=("population",), groups=False),
+    "ln": Method("LN", "layer", modes=("population",), groups=False),
+    "in": Method("IN", "instance", modes=("population",), groups=False),
+    "bkn": Method("BKN", "kalman", {"transition": "weights"}),
+    "bkn-learned": Method("BKN learned", "kalman", {"transition": "learned", "gain": 0.9}),
+}
+
+
+def method(name: str) -> Method:
+    return METHODS[one_of("method", name, METHODS)]
+
+
+def normalized(
+    model: nn.Module, name: str, example: Tensor, *, statistics_batch: int, steps: int, gain: float | None = None
+) -> nn.Module:
+    """The model, converted in place, for a training of `steps`; `gain` is where q starts, None the method's own start.
+
+    Batch Renorm's schedule is its paper's, scaled from 160,000 steps to this many.
+    """
+    chosen = method(name)
+    options = dict(chosen.options)
+    if chosen.groups:
+        options["statistics_batch_size"] = statistics_batch
+    if chosen.to == "kalman" and gain is not None:
+        options["gain"] = gain
+    if chosen.to == "renorm":
+        options.update(warmup_steps=steps // 32, r_steps=steps // 4, d_steps=5 * steps // 32)
+    return convert(model, example, to=chosen.to, inplace=True, **options)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""Where a figure comes from: hardware, versions, commit and command, for every record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import kalmannorm
+
+
+def commit() -> str:
+    """Of the checkout that this code runs from, "unknown" where it is installed."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def command() -> str:
+    """This process's command line, as one would type it."""
+    program = Path(sys.argv[0])
+    words = ["kalmannorm"] if program.stem in ("kalmannorm", "__main__") else ["python", program.name]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
+def hardware() -> str:
+    parts = [platform.machine(), f"{os.cpu_count()} CPU cores", torch.backends.cpu.get_cpu_capability()]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        parts += [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
+    return ", ".join(parts)
+
+
+def origin(*packages: str) -> dict[str, str]:
+    """`packages` are further distributions whose versions matter."""
+    return {
+        "hardware": hardware(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        **{package: importlib.metadata.version(package) for package in packages},
+        "python": platform.python_version(),
+        "kalmannorm": kalmannorm.__version__,
+        "commit": commit(),
+        "command": command(),
+    }

@@ -1,0 +1,119 @@
+"""What a run is: `Recipe` decides its numbers, `Execution` how they are computed; both are saved beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kalmannorm.lab.errors import LabError, one_of
+from kalmannorm.lab.methods import method
+from kalmannorm.lab.setting import Setting
+
+Optimizer = Literal["sgd", "adamw"]
+Schedule = Literal["cosine", "linear", "step", "constant"]
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a run's numbers depend on, but for rounding. Equal recipes give equal results."""
+
+    model: str = "digits-net"
+    dataset: str = "digits"
+    method: str = "bkn"
+    gradient_batch: int = 64
+    statistics_batch: int = 2
+    epochs: float = 20
+    optimizer: Optimizer = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    schedule: Schedule = "cosine"
+    warmup_epochs: float = 0.0
+    label_smoothing: float = 0.0
+    precision: Precision = "float32"
+    channels_last: bool = False
+    augment: bool = True
+    image_size: int | None = None
+    """None is the data set's own."""
+    width: float = 1.0
+    """All channels of the model, scaled: see the experiment `parameters`."""
+    gain: float | None = None
+    """Where q starts; None is the method's own start."""
+    train_examples: int | None = None
+    """Only so many of the training set, the same for every run; None is all."""
+    test_examples: int | None = None
+    evaluate_every: float = 1.0
+    """Epochs between evaluations; 0 evaluates at the end only."""
+    finish_epochs: float = 0.0
+    """The last epochs are trained on frozen population statistics: kalmannorm.finish_on_population."""
+    pretrained: bool = False
+    seed: int = 0
+    deterministic: bool = False
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.gradient_batch, self.statistics_batch)
+
+    @property
+    def name(self) -> str:
+        """A folder name for people; `digest` tells apart what it does not."""
+        return f"{self.model}-{self.method}-{self.gradient_batch}x{self.statistics_batch}-s{self.seed}".replace(
+            "/", "_"
+        )
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def checked(self) -> Recipe:
+        """This recipe, or the error that says what is wrong with it."""
+        self.setting.checked()
+        method(self.method)
+        for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
+            one_of(name, getattr(self, name), get_args(choices))
+        for name in ("epochs", "learning_rate", "width"):
+            if not getattr(self, name) > 0:
+                raise LabError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("momentum", "weight_decay", "warmup_epochs", "label_smoothing", "evaluate_every", "finish_epochs"):
+            if not getattr(self, name) >= 0:
+                raise LabError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.warmup_epochs + self.finish_epochs > self.epochs:
+            raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
+        if self.gain is not None and not 0 < self.gain < 1:
+            raise LabError(f"gain must lie between 0 and 1, got {self.gain}")
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Recipe:
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is computed: none of this changes its numbers by more than rounding."""
+
+    device: str = "auto"
+    micro_batch: int | None = None
+    """Examples per forward, gradients accumulated; None is the whole gradient batch."""
+    compile: bool = False
+    cuda_graph: bool = False
+    workers: int = 4
+    """Processes that read an image folder."""
+    data_root: Path | None = None
+    """Where data sets are kept; None is the default of `kalmannorm data`."""
+    save_every: int | None = None
+    """Steps between checkpoints; None is once per epoch."""
+    tensorboard: bool = True
+    progress: bool = True

@@ -1,0 +1,165 @@
+"""What a run leaves behind, and how it is read again. Every file is written whole or not at all.
+
+    RUN/recipe.json        {"recipe": …, "execution": …, "origin": …}; a folder that holds one is a run
+    RUN/log.jsonl          one event per line, see `Log`
+    RUN/result.json        at the end: accuracies in each way of inference, speed, memory, gains
+    RUN/wiring.svg         for BKN: what feeds every norm
+    RUN/analysis/*.json    what `kalmannorm analyse` measured
+    RUN/checkpoint/        model.safetensors and resume.pt, see `checkpoint.py`
+    RUN/tensorboard/       event files
+
+A comparison is a folder of runs; an experiment is one with an `experiment.json` beside them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.recipe import Recipe
+
+Record = dict[str, Any]
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The new content, whole, or the old one: a crash or a full disk leaves no half-written file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _disk_error(path, error) from error
+
+
+def _disk_error(path: Path, error: OSError) -> LabError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return LabError(f"no space left to write {path}: free some, then run the same command again with --resume")
+    return LabError(f"cannot write {path}: {error.strerror or error}")
+
+
+def write_json(path: Path, record: Record | list[Any]) -> None:
+    write_atomically(path, (json.dumps(_plain(record), indent=1, allow_nan=False) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinity are not JSON: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def read_json(path: Path) -> Record:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LabError(f"there is no {path}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise LabError(f"{path} is damaged ({error}): delete its folder and run it again") from None
+    if not isinstance(record, dict):
+        raise LabError(f"{path} is damaged (no JSON object): delete its folder and run it again")
+    return record
+
+
+class Log:
+    """Events of a run, one JSON object per line, flushed as they come.
+
+        {"event": "train", "step": 14, "epoch": 1.0, "loss": …, "accuracy": …, "learning_rate": …,
+         "images_per_second": …, "seconds": …}      the average since the event before; `seconds` since the start
+        {"event": "evaluate", "step": …, "epoch": …, "modes": {"population": {"accuracy": …, "loss": …}, …}}
+        {"event": "gains", "step": …, "epoch": …, "gains": {"layer1.0.bn1": 0.48, …}}
+
+    Accuracies are in %. `offset` is where a resumed run goes on: what came after its checkpoint is written again.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
+        self._file.truncate(min(offset, path.stat().st_size))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, event: str, **values: Any) -> None:
+        try:
+            self._file.write((json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n").encode())
+            self._file.flush()
+        except OSError as error:
+            raise _disk_error(self.path, error) from error
+
+    @property
+    def offset(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk."""
+
+    folder: Path
+    recipe: Recipe
+    record: Record
+    """The whole of recipe.json."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        if not (folder / "recipe.json").is_file():
+            raise LabError(f"{folder} is not a run: it holds no recipe.json")
+        record = read_json(folder / "recipe.json")
+        if not isinstance(record.get("recipe"), dict):
+            raise LabError(f"{folder / 'recipe.json'} is damaged (no recipe): delete its folder and run it again")
+        return cls(folder, Recipe.from_json(record["recipe"]), record)
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "result.json").is_file()
+
+    @property
+    def result(self) -> Record | None:
+        return read_json(self.folder / "result.json") if self.finished else None
+
+    def events(self, kind: str | None = None) -> list[Record]:
+        """Events of the log; a last line that a crash cut short is left out."""
+        path = self.folder / "log.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        found = []
+        for number, line in enumerate(lines):
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                if number == len(lines) - 1:
+                    break
+                raise LabError(f"{path} is damaged at line {number + 1}: delete its folder and run it again") from None
+            if kind is None or event["event"] == kind:
+                found.append(event)
+        return found
+
+    def analysis(self, name: str) -> Record | None:
+        path = self.folder / "analysis" / f"{name}.json"
+        return read_json(path) if path.is_file() else None
+
+
+def find_runs(*folders: Path) -> Iterator[Run]:
+    """Every run in these folders, at any depth, in the order of their names."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise LabError(f"there is no folder {folder}")
+        for path in sorted(folder.rglob("recipe.json")):
+            yield Run.read(path.parent)

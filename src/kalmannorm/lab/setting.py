@@ -1,0 +1,39 @@
+"""A setting, as the paper writes it: (gradient batch, statistics batch)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kalmannorm.lab.errors import LabError
+
+
+class Setting(NamedTuple):
+    """(256, 4): an optimizer step sees 256 examples, and groups of 4 neighbours share their statistics."""
+
+    gradient_batch: int
+    statistics_batch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """From "128,2", "(128, 2)" or "128x2"; the statistics batch must divide the gradient batch."""
+        found = re.fullmatch(r"\(?\s*(\d+)\s*[,x/]\s*(\d+)\s*\)?", text.strip())
+        if found is None:
+            raise LabError(f"setting {text!r} is not understood: give gradient and statistics batch, such as 128,2")
+        return cls(int(found[1]), int(found[2])).checked()
+
+    def checked(self) -> Setting:
+        gradient, statistics = self
+        if gradient < 1 or statistics < 1:
+            raise LabError(f"setting {self} must hold positive numbers")
+        if gradient % statistics:
+            smaller = next(m for m in range(min(statistics, gradient), 0, -1) if gradient % m == 0)
+            larger = -(-gradient // statistics) * statistics
+            raise LabError(
+                f"setting {self}: a statistics batch of {statistics} does not divide the gradient batch {gradient}; "
+                f"try {Setting(gradient, smaller)} or {Setting(larger, statistics)}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"({self.gradient_batch}, {self.statistics_batch})"
