@@ -1,0 +1,37 @@
+"""Randomness that depends on nothing but its place: seed, epoch, batch or example.
+
+Generators live on the CPU, so that every device, rank and worker draws the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def generator(*place: int | str) -> torch.Generator:
+    """The generator of a place: ("order", seed, epoch), say."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch sees the training set."""
+    return torch.randperm(count, generator=generator("order", seed, epoch))
+
+
+def stratified(labels: Tensor, count: int | None, seed: int = 0) -> Tensor:
+    """Positions of `count` examples, ascending, each class by its share; fewer examples are a part of more."""
+    if count is None or count >= len(labels):
+        return torch.arange(len(labels))
+    rng = generator("subset", seed)
+    shuffled = torch.randperm(len(labels), generator=rng)
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(labels)
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    place = (torch.arange(len(labels)) - starts + torch.rand(len(labels), generator=rng)) / sizes.repeat_interleave(
+        sizes
+    )
+    return by_class[place.argsort(stable=True)[:count]].sort().values

@@ -1,0 +1,113 @@
+"""Small data sets: all images on the device, normalized and augmented there, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kalmannorm.lab.data.protocol import Batch
+from kalmannorm.lab.data.randomness import epoch_order, generator, stratified
+from kalmannorm.lab.data.sharing import batch_count, share, spans
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, C, H, W), uint8 or float32, and labels (N,), int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def subset(self, count: int | None, seed: int) -> Split:
+        """So many of each class by its share, the same for every run."""
+        chosen = stratified(self.labels, count, seed)
+        return self if len(chosen) == len(self.labels) else Split(self.images[chosen], self.labels[chosen])
+
+    def resized(self, size: int | None) -> Split:
+        """Scaled to `size` × `size` once, with antialiasing; None keeps the images."""
+        if size is None or tuple(self.images.shape[2:]) == (size, size):
+            return self
+        parts = []
+        for part in self.images.split(1024):
+            scaled = F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
+            parts.append(scaled if part.is_floating_point() else scaled.round().clamp(0, 255).to(part.dtype))
+        return Split(torch.cat(parts), self.labels)
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.images.to(device), self.labels.to(device))
+
+
+class Resident:
+    """A data set on the device.
+
+    Args:
+        mean, std: (C,), what the images are normalized with.
+        padding: a random crop of the image padded by so many mean pixels, and a flip, augment it; 0: nothing does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        classes: int,
+        train: Split,
+        test: Split,
+        *,
+        mean: Tensor,
+        std: Tensor,
+        padding: int,
+        device: torch.device,
+    ) -> None:
+        self.name, self.classes, self.padding, self.device = name, classes, padding, device
+        channels, height, width = train.images.shape[1:]
+        self.shape = (int(channels), int(height), int(width))
+        self.train_size, self.test_size = len(train.labels), len(test.labels)
+        self._train, self._test = train.to(device), test.to(device)
+        self._mean, self._std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+
+    def train_batches(
+        self, size: int, *, seed: int, epoch: int, start: int = 0, augment: bool = True, rank: int = 0, ranks: int = 1
+    ) -> Iterator[Batch]:
+        count, mine = batch_count(self.name, self.train_size, size), share(size, rank, ranks)
+        return self._train_batches(size, range(start, count), mine, seed, epoch, augment and self.padding > 0)
+
+    def _train_batches(
+        self, size: int, numbers: range, mine: slice, seed: int, epoch: int, augmented: bool
+    ) -> Iterator[Batch]:
+        order = epoch_order(self.train_size, seed, epoch)[numbers.start * size : numbers.stop * size]
+        moves = [draw(size, self.padding, generator("augment", seed, epoch, i)) for i in numbers] if augmented else []
+        # The whole epoch's choices in one transfer: none has to be waited for between the steps.
+        chosen = order.view(-1, size)[:, mine].to(self.device)
+        drawn = torch.stack(moves)[:, mine].to(self.device) if moves else None
+        for i, positions in enumerate(chosen):
+            images, labels = self._batch(self._train, positions)
+            yield (images if drawn is None else crop_and_flip(images, drawn[i], self.padding)), labels
+
+    def plain_batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        return (self._batch(self._train, part) for part in spans(self.train_size, size, rank, ranks))
+
+    def test_batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        return (self._batch(self._test, part) for part in spans(self.test_size, size, rank, ranks))
+
+    def _batch(self, split: Split, chosen: Tensor | slice) -> Batch:
+        return (split.images[chosen].float() - self._mean) / self._std, split.labels[chosen]
+
+
+def draw(count: int, padding: int, rng: torch.Generator) -> Tensor:
+    """(count, 3): top and left of the crop in the padded image, and whether it is flipped."""
+    corners = torch.randint(0, 2 * padding + 1, (count, 2), generator=rng)
+    return torch.cat((corners, torch.randint(0, 2, (count, 1), generator=rng)), 1)
+
+
+def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
+    """The batch, each image padded with zeros, cropped and perhaps mirrored as its row of `moves` says."""
+    N, C, H, W = images.shape
+    top, left, flip = moves.unbind(1)
+    rows = top.view(N, 1) + torch.arange(H, device=images.device)
+    columns = left.view(N, 1) + torch.arange(W, device=images.device)
+    columns = torch.where(flip.view(N, 1) > 0, columns.flip(1), columns)
+    index = rows.unsqueeze(2) * (W + 2 * padding) + columns.unsqueeze(1)
+    padded = F.pad(images, (padding,) * 4).flatten(2)
+    return padded.gather(2, index.view(N, 1, -1).expand(N, C, -1)).view(N, C, H, W)
