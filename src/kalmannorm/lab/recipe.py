@@ -115,5 +115,6 @@ class Execution:
     """Where data sets are kept; None is the default of `kalmannorm data`."""
     save_every: int | None = None
     """Steps between checkpoints; None is once per epoch."""
+    log_every: int | None = None
+    """Steps between events of the log; None is ten times per epoch."""
     tensorboard: bool = True
-    progress: bool = True

@@ -1,0 +1,81 @@
+"""Where a run computes: devices, ranks and precision, from Lightning Fabric.
+
+Fabric rather than Accelerate because it keeps no state of the process: a comparison builds one per run, each with its
+own precision. It gives ranks and DDP under `torchrun`, autocast, and the scaler that float16 needs; nothing more of it
+is used, so the loop in `train.py` reads as plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies.ddp import DDPStrategy
+
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.recipe import Execution, Recipe
+
+# float64 is plain here: the model and the data are float64, and Fabric's own double precision would round the logits.
+_PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "float64": "32-true"}
+
+
+def resolve(device: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none."""
+    if device == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise LabError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:1") from None
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LabError(f"device {device!r}: torch sees no GPU here; give --device cpu")
+        if (found.index or 0) >= torch.cuda.device_count():
+            raise LabError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")
+        return torch.device("cuda", found.index or 0)
+    if found.type != "cpu":
+        raise LabError(f"device {device!r} is not supported: give auto, cpu, cuda or cuda:1")
+    return found
+
+
+def launched(recipe: Recipe, execution: Execution) -> Fabric:
+    """Fabric on this process's device; under `torchrun`, one of its ranks."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if recipe.gradient_batch % ranks or (recipe.gradient_batch // ranks) % recipe.statistics_batch:
+        raise LabError(
+            f"setting {recipe.setting} does not split over {ranks} ranks: each needs whole groups of "
+            f"{recipe.statistics_batch}; start fewer ranks"
+        )
+    precision: Any = _PRECISION[recipe.precision]
+    device = resolve(execution.device)
+    if ranks > 1:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        # Statistics are joined by `accumulate_statistics`, so rank 0 need not send its buffers before each forward.
+        strategy = DDPStrategy(broadcast_buffers=False)
+        fabric = Fabric(
+            accelerator=device.type, strategy=strategy, devices=here, num_nodes=ranks // here, precision=precision
+        )
+    else:
+        devices = 1 if device.index is None else [device.index]
+        fabric = Fabric(accelerator=device.type, devices=devices, precision=precision)
+    fabric.launch()
+    return fabric
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Only deterministic kernels, while this lasts; an operation that has none raises."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

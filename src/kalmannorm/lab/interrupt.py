@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM end a run after the step under way, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and can go on from its checkpoint."""
+
+    def __init__(self, folder: Path, step: int, steps: int) -> None:
+        super().__init__(f"saved at step {step} of {steps}; go on with: kalmannorm train --resume {folder}")
+
+
+class Signals:
+    """While entered, the first SIGINT or SIGTERM is only remembered; a second Ctrl-C interrupts at once.
+
+    `torchrun` passes a terminal's SIGINT on as a SIGTERM, so a signal that follows within a second is the same wish.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():  # handlers belong to the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.since is None:
+            self.since = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self.since > 1:
+            raise KeyboardInterrupt
+
+    def stop(self, fabric: Fabric) -> bool:
+        """Whether any rank was asked to stop: all of them end at the same step."""
+        asked = self.since is not None
+        if fabric.world_size == 1:
+            return asked
+        return bool(fabric.all_reduce(torch.tensor(float(asked), device=fabric.device), reduce_op="sum"))

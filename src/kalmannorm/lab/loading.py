@@ -1,0 +1,90 @@
+"""From a recipe to its data and its model, and from a run on disk back to what it trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kalmannorm.lab import checkpoint, data, models
+from kalmannorm.lab.data.protocol import Data
+from kalmannorm.lab.device import resolve
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.evaluate import prepared
+from kalmannorm.lab.methods import normalized
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Run
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained run: its model in `eval()`, and the data that it was trained on."""
+
+    run: Run
+    model: nn.Module
+    data: Data
+    device: torch.device
+
+
+def data_of(recipe: Recipe, device: torch.device, execution: Execution) -> Data:
+    found = data.load(
+        recipe.dataset,
+        root=execution.data_root,
+        device=device,
+        image_size=recipe.image_size,
+        train_examples=recipe.train_examples,
+        test_examples=recipe.test_examples,
+        workers=execution.workers,
+    )
+    if found.train_size < recipe.gradient_batch:
+        raise LabError(
+            f"a gradient batch of {recipe.gradient_batch} is more than the {found.train_size} training images of "
+            f"{recipe.dataset}; give a smaller setting or another --dataset"
+        )
+    return found
+
+
+def steps_of(recipe: Recipe, data: Data) -> int:
+    """Optimizer steps of the whole training: the images that do not fill a batch are left out of each epoch."""
+    return max(round(recipe.epochs * (data.train_size // recipe.gradient_batch)), 1)
+
+
+def model_of(recipe: Recipe, data: Data, device: torch.device) -> nn.Module:
+    """The model as training starts from it: the same weights for every method and setting of a seed."""
+    torch.manual_seed(recipe.seed)
+    model = models.build(
+        recipe.model, classes=data.classes, shape=data.shape, width=recipe.width, pretrained=recipe.pretrained
+    ).to(device)
+    if recipe.precision == "float64":
+        model.double()
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    example = prepared(torch.zeros(2, *data.shape, device=device), recipe)
+    return normalized(
+        model,
+        recipe.method,
+        example,
+        statistics_batch=recipe.statistics_batch,
+        steps=steps_of(recipe, data),
+        gain=recipe.gain,
+    )
+
+
+def load_run(
+    folder: Path, *, device: str | torch.device = "auto", data_root: Path | None = None, workers: int = 4
+) -> Loaded:
+    """What a finished run trained, or an unfinished one at its last checkpoint."""
+    run = Run.read(folder)
+    where = resolve(str(device))
+    found = data_of(run.recipe, where, Execution(data_root=data_root, workers=workers))
+    model = model_of(run.recipe, found, where)
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        saved = checkpoint.checkpoints(folder)
+        if not saved:
+            raise LabError(f"{folder} holds no weights yet: kalmannorm train --resume {folder}")
+        weights = saved[-1] / "model.safetensors"
+    checkpoint.load_weights(weights, model)
+    return Loaded(run, model.eval(), found, where)

@@ -1,0 +1,277 @@
+"""One run, from its recipe to its result: the loop, its log, its checkpoints, and how it goes on after an interruption.
+
+Every random choice is a function of the seed and the position (epoch, step) alone, and a checkpoint holds the rest, so
+a resumed run ends with the very weights of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from kalmannorm.conversion import wiring
+from kalmannorm.lab import checkpoint
+from kalmannorm.lab.device import determinism, launched
+from kalmannorm.lab.errors import DivergedError, LabError
+from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
+from kalmannorm.lab.interrupt import Interrupted, Signals
+from kalmannorm.lab.loading import data_of, model_of, steps_of
+from kalmannorm.lab.logbook import Logbook, Watch
+from kalmannorm.lab.methods import method
+from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
+from kalmannorm.lab.origin import origin
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Record, Run, write_atomically, write_json
+from kalmannorm.lab.step import Step
+from kalmannorm.lab.stopwatch import Stopwatch
+from kalmannorm.optimization import gains
+from kalmannorm.population import freeze_statistics
+from kalmannorm.recalibration import finish_on_population
+
+
+def train(
+    recipe: Recipe,
+    folder: Path,
+    execution: Execution | None = None,
+    *,
+    resume: bool = False,
+    watch: Watch | None = None,
+) -> Record:
+    """Train a run into a folder and return its result, which is also in `folder/result.json`.
+
+    `resume` goes on from the last checkpoint, or starts where there is none; a run that has a result is left as it is.
+    `watch` is called with every event of the log, and with "progress" a few times a second. Raises `Interrupted` after
+    a SIGINT or SIGTERM, when a checkpoint has been saved, and `DivergedError` where the loss turns NaN, when the result
+    has been written.
+    """
+    recipe = recipe.checked()
+    if resume and (folder / "recipe.json").is_file():
+        run = Run.read(folder)
+        if run.recipe != recipe:
+            raise LabError(f"{folder} holds a run of another recipe: give another --out")
+        if run.result is not None:
+            return run.result
+    elif (folder / "recipe.json").exists():
+        raise LabError(f"{folder} holds a run already: go on with it by --resume {folder}, or give another --out")
+    with determinism(recipe.deterministic):
+        training = Training(recipe, folder, execution or Execution(), watch)
+        try:
+            return training.run()
+        except torch.OutOfMemoryError as error:
+            raise LabError(
+                f"out of memory at step {training.done}: give --micro-batch, a smaller multiple of the statistics "
+                f"batch {recipe.statistics_batch}"
+            ) from error
+        finally:
+            training.logbook.close()
+
+
+class Training:
+    """A run under way; `done` optimizer steps of `steps` are behind it."""
+
+    def __init__(self, recipe: Recipe, folder: Path, execution: Execution, watch: Watch | None) -> None:
+        self.recipe, self.folder, self.execution = recipe, folder, execution
+        fabric = self.fabric = launched(recipe, execution)
+        self.data = data_of(recipe, fabric.device, execution)
+        self.per_epoch = self.data.train_size // recipe.gradient_batch
+        self.steps = steps_of(recipe, self.data)
+        self.warmup = round(recipe.warmup_epochs * self.per_epoch)
+        self.finish = self.steps - round(recipe.finish_epochs * self.per_epoch)
+        self.bare = model_of(recipe, self.data, fabric.device)
+        model: Any = torch.compile(self.bare) if execution.compile else self.bare
+        self.model, self.optimizer = fabric.setup(model, optimizer_of(self.bare, recipe))
+        self.averages = {name: _average(fabric.device) for name in ("loss", "accuracy")}
+        self.stopwatch = Stopwatch()
+        self.done = 0
+        self.logged = 0, 0.0
+        """Steps and seconds at the last event of the log."""
+        self.speeds: list[float] = []
+        offset = self._restore()
+        self.step = Step(fabric, self.model, recipe, execution)
+        first = fabric.global_rank == 0
+        if first:
+            self._describe()
+        self.logbook = Logbook(
+            folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
+        )
+
+    def run(self) -> Record:
+        with Signals() as signals:
+            while self.done < self.steps:
+                self.model.train()
+                with self.stopwatch.running():
+                    self._epoch(signals)
+        return self._finished(diverged=False)
+
+    def _describe(self) -> None:
+        if not (self.folder / "recipe.json").is_file():
+            ran = {**vars(self.execution), "ranks": self.fabric.world_size, "device": str(self.fabric.device)}
+            about = origin("lightning-fabric", "torchmetrics", "torchvision")
+            write_json(
+                self.folder / "recipe.json", {"recipe": self.recipe.to_json(), "execution": ran, "origin": about}
+            )
+        if method(self.recipe.method).to == "kalman":
+            write_atomically(self.folder / "wiring.svg", wiring(self.bare).svg().encode())
+
+    def _epoch(self, signals: Signals) -> None:
+        """The rest of the epoch under way, or of the training."""
+        recipe = self.recipe
+        log_every = self.execution.log_every or max(self.per_epoch // 10, 1)
+        save_every = self.execution.save_every or self.per_epoch
+        evaluate_every = max(round(recipe.evaluate_every * self.per_epoch), 1) if recipe.evaluate_every else self.steps
+        epoch, start = divmod(self.done, self.per_epoch)
+        batches = self.data.train_batches(
+            recipe.gradient_batch,
+            seed=recipe.seed,
+            epoch=epoch,
+            start=start,
+            augment=recipe.augment,
+            rank=self.fabric.global_rank,
+            ranks=self.fabric.world_size,
+        )
+        for images, labels in batches:
+            if self.done == self.finish:
+                with self.stopwatch.paused():
+                    self._finish_on_population()
+            self._train_on(prepared(images, recipe), labels)
+            last = self.done == self.steps
+            if self.done % log_every == 0 or last:
+                self._log()
+            elif self.logbook.due():
+                self.logbook.progress(**self._position(), **self._since_logged())
+            if last:
+                return
+            stop = signals.stop(self.fabric)
+            with self.stopwatch.paused():
+                if self.done % evaluate_every == 0:
+                    self._evaluate()
+                if self.done % save_every == 0 or stop:
+                    self._save()
+            if stop:
+                raise Interrupted(self.folder, self.done, self.steps)
+
+    def _train_on(self, images: Tensor, labels: Tensor) -> None:
+        # What dropout draws depends on the step alone, so that a resumed run draws the same.
+        torch.manual_seed((self.recipe.seed * 1_000_003 + self.done) * 1_009 + self.fabric.global_rank)
+        set_learning_rate(self.optimizer, learning_rate(self.recipe, self.done, self.steps, self.warmup))
+        loss, accuracy = self.step(images, labels)
+        self.optimizer.step()
+        self.averages["loss"].update(loss)
+        self.averages["accuracy"].update(100 * accuracy)
+        self.done += 1
+
+    def _finish_on_population(self) -> None:
+        loader = (prepared(images, self.recipe) for images, _ in self.data.plain_batches(evaluation_batch(self.recipe)))
+        finish_on_population(self.bare, loader, progress=False)
+        self.step.recapture()
+        self.model.train()
+
+    def _position(self) -> Record:
+        return {"step": self.done, "steps": self.steps, "epoch": round(self.done / self.per_epoch, 4)}
+
+    def _since_logged(self) -> Record:
+        """Averages since the last event, of this rank; waits for the device."""
+        values = {name: float(metric.compute()) for name, metric in self.averages.items()}
+        step, seconds = self.logged
+        images = (self.done - step) * self.recipe.gradient_batch
+        return {**values, "images_per_second": round(images / max(self.stopwatch.seconds - seconds, 1e-9), 2)}
+
+    def _log(self) -> None:
+        values = self._since_logged()
+        for name, metric in self.averages.items():
+            values[name] = float(self.fabric.all_reduce(metric.compute(), reduce_op="mean"))  # type: ignore[arg-type]
+            metric.reset()
+        seconds = self.stopwatch.seconds
+        self.speeds.append(values["images_per_second"])
+        self.logged = self.done, seconds
+        rate = learning_rate(self.recipe, self.done - 1, self.steps, self.warmup)
+        self.logbook.write("train", **self._position(), **values, learning_rate=rate, seconds=round(seconds, 4))
+        if not math.isfinite(values["loss"]):
+            with self.stopwatch.paused():
+                self._finished(diverged=True)
+            raise DivergedError(
+                f"the loss is {values['loss']} at step {self.done} of {self.steps}; the result is kept as diverged in "
+                f"{self.folder}; a lower --learning-rate or a --warmup may help"
+            )
+
+    def _evaluate(self) -> Scores:
+        scores = evaluate(
+            self.bare,
+            self.data,
+            self.recipe,
+            batch=evaluation_batch(self.recipe, self.execution.micro_batch),
+            rank=self.fabric.global_rank,
+            ranks=self.fabric.world_size,
+            wrapped=self.model,
+        )
+        where = {"step": self.done, "epoch": self._position()["epoch"]}
+        self.logbook.write("evaluate", **where, modes=scores)
+        if method(self.recipe.method).to == "kalman":
+            self.logbook.write("gains", **where, gains=gains(self.bare))
+        return scores
+
+    def _finished(self, *, diverged: bool) -> Record:
+        scores = self._evaluate()
+        cuda = self.fabric.device.type == "cuda"
+        result: Record = {
+            "accuracy": {mode: found["accuracy"] for mode, found in scores.items()},
+            "loss": {mode: found["loss"] for mode, found in scores.items()},
+            "steps": self.done,
+            "epochs": self._position()["epoch"],
+            "seconds": round(self.stopwatch.seconds, 3),
+            "images_per_second": statistics.median(self.speeds) if self.speeds else None,
+            "parameters": sum(parameter.numel() for parameter in self.bare.parameters()),
+            "peak_memory": torch.cuda.max_memory_allocated(self.fabric.device) if cuda else None,
+            "gains": gains(self.bare) if method(self.recipe.method).to == "kalman" else {},
+            "diverged": diverged,
+        }
+        if self.fabric.global_rank == 0:
+            checkpoint.save_weights(self.folder / "model.safetensors", self.bare)
+            write_json(self.folder / "result.json", result)
+            checkpoint.discard(self.folder)
+        self.fabric.barrier()
+        return result
+
+    def _save(self) -> None:
+        if self.fabric.global_rank == 0:
+            state = {
+                "step": self.done,
+                "optimizer": self.optimizer.state_dict(),
+                "precision": self.fabric.strategy.precision.state_dict(),
+                "averages": {name: [metric.mean_value, metric.weight] for name, metric in self.averages.items()},
+                "logged": list(self.logged),
+                "speeds": self.speeds,
+                "seconds": self.stopwatch.seconds,
+                "log_offset": self.logbook.offset,
+            }
+            checkpoint.save(self.folder, self.done, self.bare, state)
+        self.fabric.barrier()
+
+    def _restore(self) -> int:
+        """Back to the last checkpoint, if there is one; returns where the log goes on."""
+        saved = checkpoint.checkpoints(self.folder)
+        if not saved:
+            return 0
+        state = checkpoint.load(saved[-1], self.bare)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        for name, (value, weight) in state["averages"].items():
+            self.averages[name].update(value, weight)
+        self.done, self.speeds, self.stopwatch.seconds = state["step"], state["speeds"], state["seconds"]
+        self.logged = state["logged"][0], state["logged"][1]
+        if self.done > self.finish:
+            freeze_statistics(self.bare)
+        return int(state["log_offset"])
+
+
+def _average(device: torch.device) -> MeanMetric:
+    """In float64, and of this rank alone: ranks are joined when the log is written."""
+    metric = MeanMetric("ignore", sync_on_compute=False).to(device)
+    metric.set_dtype(torch.float64)
+    return metric
