@@ -1,4 +1,7 @@
-"""Models by name: the lab's own nets, and whatever torchvision or timm build. All are plain BatchNorm models."""
+"""Models by name: the lab's own nets, and what torchvision or timm build. All are plain BatchNorm models.
+
+The norm is chosen later, by `kalmannorm.convert`, as a user would do it.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,54 @@ from functools import partial
 from torch import nn
 
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.models import zoo
+from kalmannorm.lab.models.bn_inception import BNInception
 from kalmannorm.lab.models.cifar_inception import CifarInception
+from kalmannorm.lab.models.cifar_resnet import DEPTHS, CifarResNet
 from kalmannorm.lab.models.digits_net import DigitsNet
 
-OWN: dict[str, Callable[..., nn.Module]] = {
+__all__ = ["build", "names"]
+
+OWN: dict[str, Callable[[int, int, float], nn.Module]] = {
     "digits-net": DigitsNet,
     "cifar-inception": CifarInception,
+    **{f"cifar-resnet-{depth}": partial(CifarResNet, depth) for depth in DEPTHS},
+    "bn-inception": BNInception,
 }
 
 
 def names() -> list[str]:
-    """The lab's own nets; torchvision's and timm's classifiers are known by their names too."""
+    """The lab's own nets; torchvision's and timm's are known by their names too."""
     return list(OWN)
 
 
 def build(
     name: str, *, classes: int, shape: tuple[int, int, int], width: float = 1.0, pretrained: bool = False
 ) -> nn.Module:
-    """A model for images of `shape` (C, H, W), initialised from torch's global generator.
+    """A model, initialised from torch's global generator.
 
     Args:
         name: one of `names()`, or a classifier of torchvision ("resnet101") or timm ("timm/resnet26d", or bare).
         classes: of the data; the width of the last layer.
-        shape: of an image as the data set gives it.
+        shape: (C, H, W) of an image as the data set gives it.
         width: scales every channel count of our own nets, rounded, at least 1.
         pretrained: torchvision's or timm's weights for ImageNet; a last layer of another width starts afresh.
     """
+    if not width > 0:
+        raise LabError(f"width must be positive, got {width}")
     if name in OWN:
         if pretrained:
             raise LabError(f"there are no pretrained weights for {name}; torchvision's and timm's models have them")
         return OWN[name](classes, shape[0], width)
-    raise LabError(f"unknown model {name!r}")
+    model = zoo.build(name, classes, shape, pretrained)
+    if model is None:
+        raise LabError(_unknown(name))
+    if width != 1:
+        raise LabError(f"width scales the lab's own nets only ({', '.join(OWN)}); {name} is built as it is")
+    return model
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, [*OWN, *zoo.torchvision_names(), *zoo.timm_names()], 1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown model {name!r}; {meant}choose from {', '.join(OWN)}, or a name of torchvision or timm"
