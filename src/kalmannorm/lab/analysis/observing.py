@@ -1,0 +1,76 @@
+"""Look on while the norms of a model run as in training, and leave the model as it was.
+
+Every norm normalizes a group with that group's own posterior, as in training; dropout and the like are off. No buffer
+moves and nothing has a gradient. This is how `kalmannorm.recalibrate` looks on, without writing anything at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm.grouped import GroupedNorm
+from kalmannorm.lab.errors import LabError
+from kalmannorm.moments import Moments
+from kalmannorm.norm import BatchKalmanNorm
+from kalmannorm.population import norms
+from kalmannorm.tallies import change
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one norm saw of one batch: moments (G, C), of the prior (G, C) or (1, C) or none."""
+
+    prior: Moments | None
+    observation: Moments
+    posterior: Moments
+
+
+Look = Callable[[str, GroupedNorm, Sight], None]
+
+
+def tracking_norms(model: nn.Module) -> dict[str, GroupedNorm]:
+    """Every norm of ours with running statistics, by name, in the order of the model; an error where there is none."""
+    found = {name: norm for name, norm in norms(model) if norm.running_mean is not None}
+    if not found:
+        raise LabError(
+            "this model keeps no batch statistics (group, layer and instance norm have none): analyse a run of "
+            "bn, brn, bkn or bkn-learned"
+        )
+    return found
+
+
+def observe(model: nn.Module, images: Iterable[Tensor], look: Look) -> None:
+    """Run the model on each batch and show `look` what every norm saw, in the order in which they ran."""
+    found = tracking_norms(model)
+    like = next(iter(model.parameters()))
+    with torch.no_grad(), ExitStack() as stack:
+        for module in model.modules():
+            change(stack, module, training=False)
+        for name, norm in found.items():
+            _attach(stack, name, norm, look)
+        for batch in images:
+            model(batch.to(like.device, like.dtype))
+
+
+def _attach(stack: ExitStack, name: str, norm: GroupedNorm, look: Look) -> None:
+    normalize = norm._normalize
+
+    def normalize_and_show(x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
+        y, posterior, observation = normalize(x, prior, gain)
+        look(name, norm, Sight(prior, observation, posterior))
+        return y, posterior, observation
+
+    def leave_buffers(*_: Any) -> None:
+        """In the place of the norm's own tracking."""
+
+    change(stack, norm, training=True, frozen=False, _track=leave_buffers, _normalize=normalize_and_show)
+    if norm.process_group is not None:
+        change(stack, norm, process_group=None)
+    if isinstance(norm, BatchKalmanNorm):
+        stack.callback(norm.release)
