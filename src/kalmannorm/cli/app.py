@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-import click
 import typer
 
+from kalmannorm.cli.evaluate import evaluate
+from kalmannorm.cli.train import train
 from kalmannorm.lab.errors import LabError
 
 app = typer.Typer(
@@ -17,19 +19,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("train")(train)
+app.command("evaluate")(evaluate)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """The exit status of a command line."""
+    """The exit status of a command line; 2 and one line on stderr for what the user can mend."""
     try:
-        status = app(arguments, standalone_mode=False)
+        app(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except LabError as error:
-        print(f"kalmannorm: {error}", file=sys.stderr)
-        return 2
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        print("kalmannorm: interrupted", file=sys.stderr)
-        return 130
-    return status if isinstance(status, int) else 0
+        if os.environ.get("RANK", "0") == "0":  # once, not once per rank
+            print(f"kalmannorm: {error}", file=sys.stderr)
+        return error.status
+    return 0

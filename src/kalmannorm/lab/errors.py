@@ -7,11 +7,21 @@ from collections.abc import Iterable
 
 
 class LabError(Exception):
-    """A mistake or a mishap that the message says how to mend."""
+    """A mistake or a mishap that the message says how to mend; `status` is what the command then exits with."""
+
+    status = 2
 
 
 class DivergedError(LabError):
     """The loss is no longer a number; what was finished before is kept."""
+
+    status = 3
+
+
+class Interrupted(LabError):  # noqa: N818 - no mistake of anyone's
+    """A run was asked to stop by a signal, and can go on from the checkpoint that it saved."""
+
+    status = 130
 
 
 def one_of(what: str, given: str, choices: Iterable[str]) -> str:

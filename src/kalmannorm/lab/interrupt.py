@@ -5,19 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and can go on from its checkpoint."""
-
-    def __init__(self, folder: Path, step: int, steps: int) -> None:
-        super().__init__(f"saved at step {step} of {steps}; go on with: kalmannorm train --resume {folder}")
 
 
 class Signals:

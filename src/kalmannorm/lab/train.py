@@ -18,9 +18,9 @@ from torchmetrics import MeanMetric
 from kalmannorm.conversion import wiring
 from kalmannorm.lab import checkpoint
 from kalmannorm.lab.device import determinism, launched
-from kalmannorm.lab.errors import DivergedError, LabError
+from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
-from kalmannorm.lab.interrupt import Interrupted, Signals
+from kalmannorm.lab.interrupt import Signals
 from kalmannorm.lab.loading import data_of, model_of, steps_of
 from kalmannorm.lab.logbook import Logbook, Watch
 from kalmannorm.lab.methods import method
@@ -154,7 +154,9 @@ class Training:
                 if self.done % save_every == 0 or stop:
                     self._save()
             if stop:
-                raise Interrupted(self.folder, self.done, self.steps)
+                raise Interrupted(
+                    f"saved at step {self.done} of {self.steps}; go on with: kalmannorm train --resume {self.folder}"
+                )
 
     def _train_on(self, images: Tensor, labels: Tensor) -> None:
         # What dropout draws depends on the step alone, so that a resumed run draws the same.

@@ -1,0 +1,74 @@
+"""What a single run shows: a bar with loss, accuracy, images/s and the time left; then its result."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kalmannorm.lab.recipe import Recipe
+from kalmannorm.lab.records import Record
+
+
+class Bar:
+    """A watch of `train`: a live bar on a terminal, a line per evaluation elsewhere, nothing where `quiet`."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self.quiet = quiet or os.environ.get("RANK", "0") != "0"
+        self.console = Console(stderr=True)
+        self.live = not self.quiet and self.console.is_terminal
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[values]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+        )
+        self.task: TaskID = self.progress.add_task(title, total=None, values="")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.progress.stop()
+
+    def __call__(self, event: Record) -> None:
+        if event["event"] in ("progress", "train"):
+            values = (
+                f"loss {event['loss']:.3f}  accuracy {event['accuracy']:.1f} %  {event['images_per_second']:.0f} img/s"
+            )
+            self.progress.update(self.task, completed=event["step"], total=event["steps"], values=values)
+        elif event["event"] == "evaluate" and not self.quiet:
+            scores = "  ".join(f"{mode} {found['accuracy']:.1f} %" for mode, found in event["modes"].items())
+            self.console.print(f"epoch {event['epoch']:g}: {scores}", highlight=False)
+
+
+def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
+    """Of rank 0, on stdout."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    console = Console(file=sys.stdout)
+    table = Table(title=f"{recipe.model}, {recipe.method} {recipe.setting}, {result['epochs']:g} epochs")
+    for heading in ("inference", "accuracy %", "loss"):
+        table.add_column(heading, justify="left" if heading == "inference" else "right")
+    for mode, accuracy in result["accuracy"].items():
+        loss = result["loss"][mode]
+        table.add_row(mode, f"{accuracy:.2f}", "–" if loss is None else f"{loss:.4f}")
+    console.print(table)
+    speed = result["images_per_second"] or 0
+    console.print(
+        f"{result['steps']} steps in {result['seconds']:.1f} s, {speed:.0f} images/s, "
+        f"{result['parameters']:,} parameters; in {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
