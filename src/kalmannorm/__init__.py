@@ -1,6 +1,7 @@
 """Batch Kalman Normalization for PyTorch: train deep networks when only 1 to 8 examples fit on a device."""
 
 from kalmannorm import functional, moments
+from kalmannorm.accumulation import accumulate_statistics
 from kalmannorm.baselines import (
     BatchRenorm1d,
     BatchRenorm2d,
@@ -39,6 +40,7 @@ __all__ = [
     "NormWiring",
     "Wiring",
     "__version__",
+    "accumulate_statistics",
     "batch_kalman_norm",
     "check_statistics",
     "convert",

@@ -1,37 +1,30 @@
 """GroupedNorm: what every norm with per-group statistics shares.
 
-Running statistics that BatchNorm's checkpoints fit, three ways of inference, freezing, a guard against NaN batches,
-and float32 statistics under half-precision models. Subclasses say how a group is normalized.
+A forward in training, alone or joined with other ranks, three ways of inference, and freezing. What its forwards do to
+the running statistics is in `tracking.py`; subclasses say how a group is normalized.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
 
-from kalmannorm.checkpoints import fill_from_batchnorm
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.distributed import ProcessGroupChoice, Ranks, normalize_jointly, take_part
 from kalmannorm.functional import normalize
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import Groups, among_average, groups_of, moved, values_seen
+from kalmannorm.statistics import among_average, groups_of
+from kalmannorm.tracking import TrackedNorm
 
 Inference = Literal["population", "batch", "example"]
 INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
-SKIPPED_WARNING = (
-    "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
-    "kalmannorm.check_statistics(model) lists the layers and how often."
-)
 
 
 def recomputing() -> bool:
@@ -47,18 +40,13 @@ def exporting() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
-class GroupedNorm(_NormBase):
+class GroupedNorm(TrackedNorm):
     """Base of the norms here; see the subclasses. `input_dims` are the ranks of x it takes."""
 
     input_dims: tuple[int, ...] = ()
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children applied to the result, in order: what a converted norm class did after normalizing."""
-
-    values_tracked: Tensor | None
-    skipped_batches: Tensor | None
-    observed_mean: Tensor | None
-    observed_var: Tensor | None
 
     def __init__(
         self,
@@ -89,36 +77,9 @@ class GroupedNorm(_NormBase):
         self.observation_momentum = observation_momentum
         self.process_group = process_group
         self.frozen = False
-        self._warned = False
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
         self.set_inference(inference)
-
-    @staticmethod
-    def filter_dtype(dtype: torch.dtype | None) -> torch.dtype:
-        """Buffers and filter parameters are float32, also in half-precision models; float64 in float64 ones."""
-        return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
-
-    def _register_statistics(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
-        shape = (self.num_features,)
-        observes = self.track_running_stats and "example" in self.inference_modes
-        for name, exists, fill in (("observed_mean", observes, 0.0), ("observed_var", observes, 1.0)):
-            self.register_buffer(name, torch.full(shape, fill, device=device, dtype=dtype) if exists else None)
-        for name in ("values_tracked", "skipped_batches"):
-            count = torch.zeros((), device=device, dtype=torch.long) if self.track_running_stats else None
-            self.register_buffer(name, count)
-        for name in ("running_mean", "running_var"):
-            buffer = getattr(self, name)
-            if buffer is not None:
-                setattr(self, name, buffer.to(dtype))
-
-    def reset_running_stats(self) -> None:
-        super().reset_running_stats()
-        self._warned = False
-        for name, fill in (("observed_mean", 0), ("observed_var", 1), ("values_tracked", 0), ("skipped_batches", 0)):
-            buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
-            if buffer is not None:
-                buffer.fill_(fill)
 
     @property
     def process_group(self) -> ProcessGroupChoice:
@@ -289,88 +250,6 @@ class GroupedNorm(_NormBase):
 
     def _groups(self, x: Tensor) -> int:
         return group_count(x.shape[0], group_size(x.shape[0], self.statistics_batch_size))
-
-    def _track(self, posterior: Groups, observation: Groups, values: Tensor | int) -> None:
-        """Move every buffer by one step, or none where a statistic is not finite; no value leaves the device."""
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.values_tracked is not None and self.num_batches_tracked is not None
-        assert self.skipped_batches is not None
-        population = self._pool(posterior)
-        total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
-        cumulative = values / total.to(self.running_mean.dtype)
-        alpha = cumulative if self.momentum is None else self.momentum
-
-        moves = [(self.running_mean, self.running_var, self._moved(population, alpha))]
-        if self.observed_mean is not None and self.observed_var is not None:
-            # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
-            alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
-            seen = observation.pooled(total_variance=True)
-            new = moved(self.observed_mean, self.observed_var, seen, alpha, total_variance=True)
-            moves.append((self.observed_mean, self.observed_var, new))
-        # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
-        finite = torch.isfinite(torch.stack([part for _, _, new in moves for part in (new.mean, new.var)])).all()
-        for mean, var, new in moves:
-            mean.copy_(torch.where(finite, new.mean, mean))
-            var.copy_(torch.where(finite, new.var, var))
-        self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))
-        self.num_batches_tracked.add_(finite)
-        self.skipped_batches.add_(~finite)
-        if finite.device.type == "cpu" and not torch.compiler.is_compiling() and type(finite) is Tensor and not finite:
-            self._warn_skipped()
-
-    def _pool(self, posterior: Groups) -> Moments:
-        return posterior.pooled(total_variance=self.total_variance)
-
-    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
-        assert self.running_mean is not None and self.running_var is not None
-        return moved(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
-
-    def skipped(self) -> int:
-        """Batches whose statistics were NaN or Inf; warns, once per layer, if there were any. Waits for the device."""
-        count = self.skipped_batches
-        if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
-            return 0
-        skipped = int(count)
-        if skipped:
-            self._warn_skipped()
-        return skipped
-
-    def _warn_skipped(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
-
-    def train(self, mode: bool = True) -> GroupedNorm:
-        if self.training and not mode:
-            self.skipped()
-        super().train(mode)
-        return self
-
-    def _float32_tensors(self) -> list[Tensor | None]:
-        """What stays float32 in a half-precision model: the statistics."""
-        return [self.running_mean, self.running_var, self.observed_mean, self.observed_var]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedNorm:
-        kept = [t for t in self._float32_tensors() if t is not None]
-        kept += [t.grad for t in kept if t.grad is not None]
-        identities = {id(t) for t in kept}
-
-        def keep_float32(t: Tensor) -> Tensor:
-            out = fn(t)
-            if id(t) in identities and out.dtype in (torch.float16, torch.bfloat16):
-                return t.to(out.device)  # from t, not from out: rounding must not pass through half precision
-            return out
-
-        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.skipped()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        fill_from_batchnorm(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]

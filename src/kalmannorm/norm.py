@@ -240,7 +240,7 @@ class BatchKalmanNorm(GroupedNorm):
         self._posterior = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_posterior": None}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), "_posterior": None}
 
     def _hold(self, posterior: Moments) -> None:
         if exporting():

@@ -11,6 +11,7 @@ With α = n / (values seen so far + n) this is exactly the pooled variance of al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,3 +68,65 @@ def values_seen(values_tracked: Tensor, batches_tracked: Tensor, values: Tensor 
     A BatchNorm checkpoint says how many batches it saw but not how large they were: they count as this one.
     """
     return torch.where(values_tracked > 0, values_tracked, batches_tracked * values)
+
+
+class Pending:
+    """What the forwards since the last move saw together: one row (C,) of each kind, and how many values it rests on.
+
+    Tensors of fixed places that `add` writes to: compiled code meets the same ones at every forward, and a recorded
+    CUDA graph too. Sums run in float64, where the device has it.
+    """
+
+    def __init__(self, like: Tensor, *, observes: bool) -> None:
+        def row() -> Moments:
+            return Moments(*(torch.zeros_like(like, dtype=precise_dtype(like)) for _ in range(2)))
+
+        self.values = torch.zeros((), device=like.device, dtype=torch.long)
+        self.population = row()
+        self.observation = row() if observes else None
+
+    def fits(self, like: Tensor, *, observes: bool) -> bool:
+        """Whether it can serve a norm whose running mean is this."""
+        mean = self.population.mean
+        return (mean.shape, mean.device) == (like.shape, like.device) and observes == (self.observation is not None)
+
+    def clear(self) -> None:
+        for tensor in (self.values, *self.rows()):
+            tensor.zero_()
+
+    def rows(self) -> list[Tensor]:
+        """The averages, (C,) each."""
+        return [t for row in (self.population, self.observation) if row is not None for t in (row.mean, row.var)]
+
+    def add(
+        self,
+        population: Moments,
+        observation: Moments | None,
+        values: Tensor | int,
+        pool: Callable[[Groups], Moments],
+    ) -> None:
+        """Take in a forward's rows, the posterior's by the norm's own way to pool; what is NaN once stays it."""
+        total = self.values + values
+        share = values / total.to(self.population.mean.dtype)
+        shares = torch.stack([1 - share, share]).unsqueeze(1)
+
+        def merge(row: Moments, new: Moments, pool: Callable[[Groups], Moments]) -> None:
+            both = (torch.stack([a, b.to(a.dtype)]) for a, b in ((row.mean, new.mean), (row.var, new.var)))
+            mean, var, _ = pool(Groups(Moments(*both), shares))
+            row.mean.copy_(mean)
+            row.var.copy_(var)
+
+        merge(self.population, population, pool)
+        if self.observation is not None and observation is not None:
+            merge(self.observation, observation, pooled_values)
+        self.values.copy_(total)
+
+
+def pooled_values(groups: Groups) -> Moments:
+    """The moments of all groups' values together."""
+    return groups.pooled(total_variance=True)
+
+
+def precise_dtype(like: Tensor) -> torch.dtype:
+    """In which to sum much: float64, where the device has it."""
+    return torch.float32 if like.device.type == "mps" else torch.float64

@@ -16,7 +16,7 @@ from kalmannorm.grouped import GroupedNorm
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 from kalmannorm.norm import BatchKalmanNorm
-from kalmannorm.statistics import moved
+from kalmannorm.statistics import moved, precise_dtype
 
 AVERAGES = ("running", "observed")
 COUNTS = ("num_batches_tracked", "values_tracked", "skipped_batches")
@@ -112,6 +112,8 @@ class GroupedTally(Tally):
                 track(*args, **kwargs)
 
         change(stack, norm, training=True, frozen=False, _track=track_apart)
+        if norm._pending is not None:
+            change(stack, norm, _pending=None)
         if getattr(norm, "process_group", None) is not None:
             # Ranks may have unequal numbers of batches: one that waits for the others at each would wait for ever.
             change(stack, norm, process_group=None)
@@ -183,7 +185,7 @@ def blank(like: Tensor) -> Tensor:
     """Zeros of that shape and place: averages in float64, where the device has it."""
     if not like.is_floating_point():
         return torch.zeros_like(like)
-    return torch.zeros_like(like, dtype=torch.float32 if like.device.type == "mps" else torch.float64)
+    return torch.zeros_like(like, dtype=precise_dtype(like))
 
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
