@@ -6,15 +6,13 @@ from pathlib import Path
 
 import torch
 
-from kalmannorm.lab.data import digits
+from kalmannorm.lab.data.catalogue import find, names
+from kalmannorm.lab.data.files import data_root
 from kalmannorm.lab.data.protocol import Batch, Data
-from kalmannorm.lab.errors import one_of
+from kalmannorm.lab.data.source import Options
+from kalmannorm.lab.errors import LabError
 
-__all__ = ["Batch", "Data", "load", "names"]
-
-
-def names() -> list[str]:
-    return ["digits"]
+__all__ = ["Batch", "Data", "data_root", "find", "load", "names"]
 
 
 def load(
@@ -28,6 +26,25 @@ def load(
     workers: int = 4,
     seed: int = 0,
 ) -> Data:
-    """A data set, ready to be trained on."""
-    one_of("dataset", name, names())
-    return digits.load(torch.device(device), image_size, train_examples, test_examples, seed)
+    """A data set, ready to be trained on.
+
+    Args:
+        name: one of `names()`, or "folder:PATH" for an image folder with train/ and val/.
+        root: the folder of all data sets; None is $KALMANNORM_DATA, else kalmannorm in the user's cache.
+        device: where the batches, and small sets altogether, are to be.
+        image_size: images are scaled to so many pixels square; None is the data set's own size.
+        train_examples, test_examples: at most so many, of each class its share, the same for every run.
+        workers: processes that read an image folder; their number changes nothing but the speed.
+        seed: chooses those examples. Runs that are compared must share it; it is not the seed of a training.
+    """
+    for option, value in (
+        ("image_size", image_size),
+        ("train_examples", train_examples),
+        ("test_examples", test_examples),
+    ):
+        if value is not None and value < 1:
+            raise LabError(f"{option} must be positive, got {value}")
+    if workers < 0:
+        raise LabError(f"workers must not be negative, got {workers}")
+    options = Options(torch.device(device), image_size, train_examples, test_examples, workers, seed)
+    return find(name).load(data_root(root), options)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from kalmannorm.lab.data.protocol import Batch
 from kalmannorm.lab.data.randomness import epoch_order, generator, stratified
 from kalmannorm.lab.data.sharing import batch_count, share, spans
+from kalmannorm.lab.data.source import Options, Source
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,23 @@ class Split:
         if size is None or tuple(self.images.shape[2:]) == (size, size):
             return self
         parts = []
-        for part in self.images.split(1024):
+        for start in range(0, len(self.images), 1024):
+            part = self.images[start : start + 1024]
             scaled = F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
             parts.append(scaled if part.is_floating_point() else scaled.round().clamp(0, 255).to(part.dtype))
         return Split(torch.cat(parts), self.labels)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, (C,), over all pixels of uint8 images."""
+        channels = self.images.shape[1]
+        counts = torch.zeros(channels, 256, dtype=torch.float64)
+        for start in range(0, len(self.images), 1024):  # the counting makes an int64 copy
+            part = self.images[start : start + 1024]
+            for channel in range(channels):
+                counts[channel] += torch.bincount(part[:, channel].flatten(), minlength=256)
+        shares, values = counts / counts.sum(1, keepdim=True), torch.arange(256.0, dtype=torch.float64)
+        mean = shares @ values
+        return mean, (shares @ values**2 - mean**2).sqrt()
 
     def to(self, device: torch.device) -> Split:
         return Split(self.images.to(device), self.labels.to(device))
@@ -66,6 +80,24 @@ class Resident:
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         self._train, self._test = train.to(device), test.to(device)
         self._mean, self._std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+
+    @classmethod
+    def chosen(
+        cls, source: Source, train: Split, test: Split, options: Options, *, mean: Tensor, std: Tensor, padding: int
+    ) -> Resident:
+        """As many examples, as large, as the options say; the padding grows with the images."""
+        assert source.classes is not None
+        size = options.image_size
+        return cls(
+            source.name,
+            source.classes,
+            train.subset(options.train_examples, options.seed).resized(size),
+            test.subset(options.test_examples, options.seed).resized(size),
+            mean=mean,
+            std=std,
+            padding=round(padding * size / train.images.shape[2]) if size else padding,
+            device=options.device,
+        )
 
     def train_batches(
         self, size: int, *, seed: int, epoch: int, start: int = 0, augment: bool = True, rank: int = 0, ranks: int = 1

@@ -1,0 +1,30 @@
+"""Every data set that has a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kalmannorm.lab.data.cifar import CIFAR10, CIFAR100
+from kalmannorm.lab.data.digits import Digits
+from kalmannorm.lab.data.folder import PREFIX, ImageFolders
+from kalmannorm.lab.data.source import Source
+from kalmannorm.lab.data.tiny_imagenet import TinyImageNet
+from kalmannorm.lab.errors import LabError, one_of
+
+SOURCES: dict[str, Source] = {
+    source.name: source for source in (Digits(), CIFAR10, CIFAR100, TinyImageNet(), ImageFolders("imagenet"))
+}
+
+
+def names() -> list[str]:
+    return list(SOURCES)
+
+
+def find(name: str) -> Source:
+    """The data set of that name; "folder:PATH" is the image folder at PATH."""
+    if name.startswith(PREFIX):
+        path = name.removeprefix(PREFIX)
+        if not path:
+            raise LabError("folder: needs a path, as in folder:/data/flowers, with train/ and val/ in it")
+        return ImageFolders(name, Path(path).expanduser())
+    return SOURCES[one_of("dataset", name, [*SOURCES, f"{PREFIX}PATH"])]

@@ -1,0 +1,74 @@
+"""Where data sets lie, what can be wrong with them, and how a fetched one takes its place in one step."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kalmannorm.lab.errors import LabError
+
+Say = Callable[[str], None]
+"""Takes a line on how a download goes."""
+
+
+class MissingDataError(LabError):
+    """A data set that is not there; the message says how to get it."""
+
+
+class DamagedDataError(LabError):
+    """A file that does not hold what it should; the message says how to mend it."""
+
+
+class OutOfReachError(LabError):
+    """A source that cannot be fetched from; another may."""
+
+
+def data_root(given: Path | None = None) -> Path:
+    """The folder of all data sets: the one given, else $KALMANNORM_DATA, else kalmannorm in the user's cache."""
+    if given is not None:
+        return given.expanduser()
+    if chosen := os.environ.get("KALMANNORM_DATA"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kalmannorm"
+
+
+def remedy(name: str, root: Path) -> str:
+    """The command that brings a data set to this root."""
+    return f"kalmannorm data fetch {name}" + ("" if root == data_root() else f" --root {root}")
+
+
+def sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+@contextmanager
+def arriving(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`; what lies in it as `target.name` takes the target's place when all went well.
+
+    Until then, and after any failure, the old target is as it was.
+    """
+    folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        replaced = folder / "replaced"
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(folder / target.name, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise LabError(f"no space left in {target.parent}: free some, or choose another --root") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise LabError(f"cannot write to {target.parent}: choose another --root") from error
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

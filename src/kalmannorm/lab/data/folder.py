@@ -1,0 +1,95 @@
+"""Image folders, ImageNet among them: train/ and val/, each with a folder of images per class."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kalmannorm.lab.data import decoding
+from kalmannorm.lab.data.files import MissingDataError, Say
+from kalmannorm.lab.data.randomness import generator, stratified
+from kalmannorm.lab.data.source import Options
+from kalmannorm.lab.data.streaming import Files, Streaming
+
+PREFIX = "folder:"
+
+
+@dataclass(frozen=True)
+class ImageFolders:
+    """At `path`, or in the folder `name` of the data root."""
+
+    name: str
+    path: Path | None = None
+    classes: int | None = None
+    image_size: int = 224
+    train_size: int | None = None
+    test_size: int | None = None
+
+    def where(self, root: Path) -> Path:
+        return root / self.name if self.path is None else self.path
+
+    def look(self, root: Path) -> None:
+        self._class_names(root)
+
+    def _class_names(self, root: Path) -> list[str]:
+        """From the folders only: to list ImageNet's files takes long."""
+        parts = [self.where(root) / part for part in ("train", "val")]
+        names = [
+            sorted(path.name for path in part.iterdir() if path.is_dir()) if part.is_dir() else [] for part in parts
+        ]
+        for part, found in zip(parts, names, strict=True):
+            if not found:
+                raise MissingDataError(f"{part} must hold a folder of images per class: put your copy there")
+        if names[0] != names[1]:
+            odd = sorted(set(names[0]) ^ set(names[1]))
+            raise MissingDataError(f"{parts[0]} and {parts[1]} must hold the same classes; only one has {odd[0]}")
+        return names[0]
+
+    def check(self, root: Path) -> None:
+        self.look(root)
+        for part in ("train", "val"):
+            decoding.check(self._files(root, part)[0])
+
+    def fetch(self, root: Path, say: Say) -> None:
+        self.look(root)
+
+    def load(self, root: Path, options: Options) -> Streaming:
+        from torchvision.transforms import v2
+
+        classes = len(self._class_names(root))
+        size = options.image_size or self.image_size
+        crop: list[torch.nn.Module] = [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()]
+        center: list[torch.nn.Module] = [v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size)]
+        train, test = (
+            self._shuffled(root, part, count, options.seed)
+            for part, count in (("train", options.train_examples), ("val", options.test_examples))
+        )
+        return Streaming(
+            self.name,
+            classes,
+            train,
+            test,
+            image_size=size,
+            train_transform=v2.Compose([*crop, v2.PILToTensor()]),
+            test_transform=v2.Compose([*center, v2.PILToTensor()]),
+            workers=options.workers,
+            device=options.device,
+        )
+
+    def _shuffled(self, root: Path, part: str, count: int | None, seed: int) -> Files:
+        """In an order that is always the same: class by class, neighbours would share more than their statistics."""
+        files = Files(*self._files(root, part))
+        files = files.subset(stratified(files.labels, count, seed))
+        return files.subset(torch.randperm(len(files), generator=generator("files", part)))
+
+    def _files(self, root: Path, part: str) -> tuple[list[str], list[int]]:
+        from torchvision.datasets import ImageFolder
+
+        try:
+            found = ImageFolder(os.fspath(self.where(root) / part)).samples
+        except FileNotFoundError as error:  # a class without any image
+            raise MissingDataError(str(error).splitlines()[0]) from None
+        return [path for path, _ in found], [label for _, label in found]
