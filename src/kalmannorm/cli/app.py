@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from kalmannorm.cli.data import data
 from kalmannorm.cli.evaluate import evaluate
 from kalmannorm.cli.train import train
 from kalmannorm.lab.errors import LabError
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("evaluate")(evaluate)
+app.add_typer(data, name="data")
 
 
 def run(arguments: list[str] | None = None) -> int:

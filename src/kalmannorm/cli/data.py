@@ -1,0 +1,118 @@
+"""`kalmannorm data list|fetch|check`: which data sets there are, whether they are here and whole, and how to get them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.data.source import Source
+
+data = typer.Typer(help="List, fetch and check data sets.", no_args_is_help=True)
+
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        "--root",
+        "--data-root",
+        help="The folder of all data sets; $KALMANNORM_DATA, else kalmannorm in your cache folder, unless given.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+
+
+@data.command("list")
+def list_sets(root: Root = None, as_json: AsJson = False) -> None:
+    """Show every data set: its sizes, where it lies, whether it is ready (by a quick look)."""
+    from kalmannorm.lab.data.catalogue import SOURCES
+
+    _show([_record(source, root, thorough=False) for source in SOURCES.values()], as_json)
+    if not as_json:
+        typer.echo("Get one by kalmannorm data fetch NAME. Any folder with train/ and val/ is a data set: folder:PATH.")
+
+
+@data.command("check")
+def check(
+    names: Annotated[list[str] | None, typer.Argument(help="All that are here unless given; folder:PATH too.")] = None,
+    root: Root = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read data sets whole and compare their checksums; status 1 if one that was named, or is here, is not whole."""
+    from kalmannorm.lab.data.catalogue import SOURCES, find
+
+    sources = [find(name) for name in names] if names else list(SOURCES.values())
+    records = [_record(source, root, thorough=True) for source in sources]
+    _show(records, as_json)
+    accepted = ("ready",) if names else ("ready", "missing")
+    wrong = [record for record in records if record["state"] not in accepted]
+    for record in wrong:
+        typer.echo(f"kalmannorm: {record['problem']}", err=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+@data.command("fetch")
+def fetch(
+    names: Annotated[list[str], typer.Argument(help="Of `kalmannorm data list`.")],
+    root: Root = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download data sets and verify them; what is here and whole is left as it is."""
+    from kalmannorm.lab.data.catalogue import find
+    from kalmannorm.lab.data.files import data_root
+    from kalmannorm.lab.data.source import state
+
+    sources = [find(name) for name in names]
+    for source in sources:
+        if state(source, data_root(root), thorough=True)[0] != "ready":
+            source.fetch(data_root(root), lambda line: typer.echo(line, err=True))
+    _show([_record(source, root, thorough=False) for source in sources], as_json)
+
+
+def _record(source: Source, root: Path | None, *, thorough: bool) -> dict[str, Any]:
+    from kalmannorm.lab.data.files import data_root
+    from kalmannorm.lab.data.source import state
+
+    found, problem = state(source, data_root(root), thorough=thorough)
+    where = source.where(data_root(root))
+    return {
+        "name": source.name,
+        "classes": source.classes,
+        "image_size": source.image_size,
+        "train_size": source.train_size,
+        "test_size": source.test_size,
+        "state": found,
+        "where": None if where is None else str(where),
+        "problem": problem or None,
+    }
+
+
+def _show(records: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+        return
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("data set", "classes", "image", "training", "test", "state"):
+        right = heading in ("classes", "training", "test")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    colours = {"ready": "green", "missing": "dim", "damaged": "red"}
+    for record in records:
+        sizes = ["?" if record[key] is None else f"{record[key]:,}" for key in ("classes", "train_size", "test_size")]
+        side, state = record["image_size"], record["state"]
+        table.add_row(
+            record["name"],
+            sizes[0],
+            f"{side}×{side}",
+            *sizes[1:],
+            f"[{colours[state]}]{state}[/]",
+            (record["where"] or "with scikit-learn").replace(f"{Path.home()}/", "~/"),
+        )
+    Console().print(table)
