@@ -1,4 +1,4 @@
-"""`kalmannorm data list|fetch|check`: which data sets there are, whether they are here and whole, and how to get them."""
+"""`kalmannorm data list|fetch|check`: which data sets there are, whether they are here and whole, how to get them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def list_sets(root: Root = None, as_json: AsJson = False) -> None:
     """Show every data set: its sizes, where it lies, whether it is ready (by a quick look)."""
     from kalmannorm.lab.data.catalogue import SOURCES
 
-    _show([_record(source, root, thorough=False) for source in SOURCES.values()], as_json)
+    _show([_record(source, root, thorough=False) for source in SOURCES.values()], root, as_json)
     if not as_json:
         typer.echo("Get one by kalmannorm data fetch NAME. Any folder with train/ and val/ is a data set: folder:PATH.")
 
@@ -45,7 +45,7 @@ def check(
 
     sources = [find(name) for name in names] if names else list(SOURCES.values())
     records = [_record(source, root, thorough=True) for source in sources]
-    _show(records, as_json)
+    _show(records, root, as_json)
     accepted = ("ready",) if names else ("ready", "missing")
     wrong = [record for record in records if record["state"] not in accepted]
     for record in wrong:
@@ -69,7 +69,7 @@ def fetch(
     for source in sources:
         if state(source, data_root(root), thorough=True)[0] != "ready":
             source.fetch(data_root(root), lambda line: typer.echo(line, err=True))
-    _show([_record(source, root, thorough=False) for source in sources], as_json)
+    _show([_record(source, root, thorough=False) for source in sources], root, as_json)
 
 
 def _record(source: Source, root: Path | None, *, thorough: bool) -> dict[str, Any]:
@@ -90,19 +90,21 @@ def _record(source: Source, root: Path | None, *, thorough: bool) -> dict[str, A
     }
 
 
-def _show(records: list[dict[str, Any]], as_json: bool) -> None:
+def _show(records: list[dict[str, Any]], root: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(records, indent=1))
         return
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE, pad_edge=False)
+    from kalmannorm.lab.data.files import data_root
+
+    root = data_root(root)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("data set", "classes", "image", "training", "test", "state"):
         right = heading in ("classes", "training", "test")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    table.add_column("where", overflow="fold")
+    table.add_column("folder", overflow="fold")
     colours = {"ready": "green", "missing": "dim", "damaged": "red"}
     for record in records:
         sizes = ["?" if record[key] is None else f"{record[key]:,}" for key in ("classes", "train_size", "test_size")]
@@ -113,6 +115,8 @@ def _show(records: list[dict[str, Any]], as_json: bool) -> None:
             f"{side}×{side}",
             *sizes[1:],
             f"[{colours[state]}]{state}[/]",
-            (record["where"] or "with scikit-learn").replace(f"{Path.home()}/", "~/"),
+            (record["where"] or "scikit-learn").replace(f"{root}/", ""),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"Folders are in {root}", soft_wrap=True, highlight=False)
