@@ -138,12 +138,12 @@ class Run:
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
         path = self.folder / "log.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path.is_file() else []
         found = []
         for number, line in enumerate(lines):
             try:
                 event = json.loads(line)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, UnicodeDecodeError):
                 if number == len(lines) - 1:
                     break
                 raise LabError(f"{path} is damaged at line {number + 1}: delete its folder and run it again") from None

@@ -263,8 +263,9 @@ class Training:
         state = checkpoint.load(saved[-1], self.bare)
         self.optimizer.load_state_dict(state["optimizer"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        for name, (value, weight) in state["averages"].items():
-            self.averages[name].update(value, weight)
+        for name, (total, weight) in state["averages"].items():
+            self.averages[name].update(total, 1)
+            self.averages[name].weight = weight.to(self.fabric.device)
         self.done, self.speeds, self.stopwatch.seconds = state["step"], state["speeds"], state["seconds"]
         self.logged = state["logged"][0], state["logged"][1]
         if self.done > self.finish:

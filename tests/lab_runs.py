@@ -1,0 +1,48 @@
+"""Runs of the lab as a user starts them: in a process of their own, with one thread, on digits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from kalmannorm.lab.records import Run
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    start = (
+        ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m"]
+    )
+    return [sys.executable, *start, "kalmannorm", *arguments]
+
+
+def kalmannorm(
+    *arguments: str, ranks: int = 1, status: int = 0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*arguments, ranks=ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=cwd
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def numbers(folder: Path) -> list[dict[str, object]]:
+    """The log, without what depends on the clock."""
+    return [
+        {key: value for key, value in event.items() if key not in ("seconds", "images_per_second")}
+        for event in Run.read(folder).events()
+    ]
+
+
+def losses(folder: Path) -> torch.Tensor:
+    return torch.tensor([event["loss"] for event in Run.read(folder).events("train")], dtype=torch.float64)

@@ -1,0 +1,160 @@
+"""Bad input and bad luck: one clear line, and nothing lost that was finished."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+
+import pytest
+
+from kalmannorm.cli.app import run
+from kalmannorm.lab import checkpoint
+from kalmannorm.lab.errors import DivergedError, LabError
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Run, find_runs, write_json
+from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.train import train
+
+TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
+
+
+def said(capsys, *arguments: str, status: int = 2) -> str:
+    """What a mistaken command says: one line on stderr, nothing on stdout."""
+    assert run(list(arguments)) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kalmannorm: ") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "resnet5O"], "resnet50"),
+        (["--model", "digit-net"], "digits-net"),
+        (["--dataset", "cifar"], "cifar10"),
+        (["--method", "bkm"], "bkn"),
+        (["--setting", "64,3"], "(64, 2)"),
+        (["--setting", "64"], "128,2"),
+        (["--setting", "0,0"], "positive"),
+        (["--setting", "2,4"], "(2, 2)"),
+        (["--setting", "1024,2"], "901 training images"),
+        (["--micro-batch", "3", "--setting", "64,2"], "multiple of the statistics batch 2"),
+        (["--precision", "int8"], "bf16"),
+        (["--optimizer", "adam"], "adamw"),
+        (["--schedule", "cosin"], "cosine"),
+        (["--epochs", "0"], "epochs must be positive"),
+        (["--epochs", "nan"], "epochs must be"),
+        (["--learning-rate", "-1"], "learning_rate"),
+        (["--gain", "1.5"], "between 0 and 1"),
+        (["--device", "gpu"], "cuda"),
+        (["--device", "cuda:99"], "--device cpu"),
+        (["--cuda-graph", "--device", "cpu"], "--cuda-graph"),
+        (["--dataset", "folder:/nowhere"], "/nowhere"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--resume", "nowhere", "--epochs", "3"], "leave out --epochs"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_in_train(capsys, tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in said(capsys, "train", *arguments)
+    assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
+
+
+def test_settings():
+    assert Setting.parse("(256, 4)") == Setting.parse("256,4") == Setting.parse("256x4") == Setting(256, 4)
+    assert str(Setting(256, 4)) == "(256, 4)"
+
+
+def test_a_loss_that_turns_nan(capsys, tmp_path):
+    """The run is kept as a result, marked; its log and weights are there."""
+    folder = tmp_path / "run"
+    with pytest.raises(DivergedError, match="diverged"):
+        train(dataclasses.replace(TINY, method="gn", learning_rate=1e20, schedule="constant"), folder)
+    saved = Run.read(folder)
+    assert saved.result is not None and saved.result["diverged"] is True
+    assert saved.result["steps"] < 8
+    assert saved.events("train")[-1]["loss"] is None
+    json.loads((folder / "result.json").read_text(), parse_constant=pytest.fail)
+    options = ["--method", "gn", "--learning-rate", "1e20", "--train-examples", "128", "--out", str(tmp_path / "other")]
+    assert run(["train", *options]) == 3
+    assert capsys.readouterr().err.count("kalmannorm: ") == 1
+
+
+def interrupted(folder):
+    """A run with checkpoints at steps 2 and 4."""
+
+    def crash(event):
+        if event.get("step") == 5:
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError):
+        train(TINY, folder, Execution(save_every=2, log_every=1), watch=crash)
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "resume.pt"])
+@pytest.mark.parametrize("damage", ["cut", "zeros", "gone"])
+def test_a_damaged_checkpoint(capsys, tmp_path, name, damage):
+    folder = tmp_path / "run"
+    interrupted(folder)
+    path = checkpoint.checkpoints(folder)[-1] / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else bytes(len(content)))
+    line = said(capsys, "train", "--resume", str(folder))
+    assert "is damaged" in line and "step-00000002" in line
+    for file in path.parent.iterdir():
+        file.unlink()
+    path.parent.rmdir()  # as the message says
+    assert train(TINY, folder, resume=True)["steps"] == 8
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "result.json", "log.jsonl"])
+def test_a_damaged_record(tmp_path, name):
+    train(TINY, tmp_path / "run", Execution(tensorboard=False))
+    path = tmp_path / "run" / name
+    path.write_bytes(b"\xff{" + path.read_bytes()[3:])
+    with pytest.raises(LabError, match=f"{name} is damaged"):
+        [(found.result, found.events()) for found in find_runs(tmp_path)]
+
+
+def test_a_recipe_of_another_version(tmp_path):
+    write_json(tmp_path / "recipe.json", {"recipe": {**TINY.to_json(), "flavour": "mint"}})
+    with pytest.raises(LabError, match="flavour"):
+        Run.read(tmp_path)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    synced = os.fsync
+
+    def full(descriptor):
+        if len(checkpoint.checkpoints(folder)) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(descriptor)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(LabError, match="no space left"):
+            train(TINY, folder, Execution(save_every=2))
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000002", "step-00000004"]
+    assert not list(folder.rglob("*.partial"))
+    train(TINY, folder, Execution(save_every=2), resume=True)
+    whole = train(TINY, tmp_path / "whole", Execution(save_every=2))
+    assert Run.read(folder).result["accuracy"] == whole["accuracy"]
+
+
+def test_a_log_on_a_full_disk(tmp_path):
+    from kalmannorm.lab.records import Log
+
+    log = Log(tmp_path / "log.jsonl")
+    log.close()
+    log._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115 - closed below
+    with pytest.raises(LabError, match="no space left"):
+        log.write("train", step=1)
+    log.close()

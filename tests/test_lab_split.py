@@ -1,0 +1,46 @@
+"""One setting, computed in one pass with groups, by accumulation, or over ranks: the numbers are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lab_runs import kalmannorm, losses, weights
+
+SETTING = [
+    "--setting",
+    "128,2",
+    "--epochs",
+    "2.9",
+    "--learning-rate",
+    "0.01",
+    "--log-every",
+    "1",
+    "--evaluate-every",
+    "0",
+]
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+
+
+@pytest.fixture(scope="module", params=list(TOLERANCE))
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def in_one_pass(precision, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "groups"
+    kalmannorm("train", *SETTING, "--precision", precision, "--out", str(folder))
+    assert len(losses(folder)) >= 20
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ["--micro-batch", "32"]), (2, []), (2, ["--micro-batch", "48"])])
+def test_same_loss_curve(in_one_pass, precision, tmp_path, ranks, options):
+    folder = tmp_path / "run"
+    kalmannorm("train", *SETTING, "--precision", precision, *options, "--out", str(folder), ranks=ranks)
+    tolerance = TOLERANCE[precision]
+    torch.testing.assert_close(losses(folder), losses(in_one_pass), rtol=tolerance, atol=tolerance)
+    expected = weights(in_one_pass)
+    for name, value in weights(folder).items():  # running statistics and their counts, too
+        torch.testing.assert_close(value, expected[name], rtol=10 * tolerance, atol=10 * tolerance, msg=name)
