@@ -1,0 +1,216 @@
+"""A comparison while it runs: a live table in a terminal, a line per finished run elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kalmannorm.grouped import INFERENCE_MODES
+from kalmannorm.lab.cells import Cell
+from kalmannorm.lab.pool import Listener, Outcome
+from kalmannorm.lab.progress import CellProgress, Progress
+from kalmannorm.lab.records import Record, Run
+from kalmannorm.lab.summary import Row, spread, text_of
+
+
+class Screen(Listener):
+    """Follows the cells that are worked on; `todo` are their places among all. Shows nothing: that is what heirs do."""
+
+    def __init__(self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int) -> None:
+        self.progress = Progress(cells, workers)
+        self.folder = folder
+        places = {name: place for place, (name, _) in enumerate(cells)}
+        self.worked_on = [self.progress.cells[places[name]] for name, _ in todo]
+        for cell in self.progress.cells:
+            if all(cell is not other for other in self.worked_on):
+                self._take_result(cell)
+        self.kept = self.progress.over
+
+    def started(self, task: int) -> None:
+        cell = self.worked_on[task]
+        cell.state, cell.started = "running", self.progress.clock()
+
+    def heard(self, task: int, record: Record) -> None:
+        self.worked_on[task].hear(record, self.progress.clock())
+
+    def ended(self, task: int, outcome: Outcome) -> None:
+        cell = self.worked_on[task]
+        cell.seconds = self.progress.clock() - cell.started
+        if outcome.kind == "done":
+            self._take_result(cell)
+        else:
+            cell.state, cell.reason = outcome.kind, outcome.reason
+
+    def _take_result(self, cell: CellProgress) -> None:
+        result = Run.read(self.folder / cell.name).result
+        assert result is not None, f"{cell.name} has no result"
+        cell.take(result)
+
+
+class Lines(Screen):
+    """For a file or a pipe."""
+
+    def __init__(self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int) -> None:
+        super().__init__(cells, todo, folder, workers)
+        self.titles = {place: row for row in self.progress.rows for place in row.members}
+        if self.kept:
+            self._say(f"{self.kept} of {len(cells)} runs are finished already")
+
+    def ended(self, task: int, outcome: Outcome) -> None:
+        super().ended(task, outcome)
+        cell = self.worked_on[task]
+        total = len(self.progress.cells)
+        row = self.titles[next(place for place, other in enumerate(self.progress.cells) if other is cell)]
+        scores = ", ".join(f"{mode} {value:.1f}" for mode, value in cell.accuracy.items())
+        what = {"finished": scores, "diverged": f"diverged: {scores}"}.get(cell.state, f"{cell.state} {cell.reason}")
+        place = f"{self.progress.over:>{len(str(total))}}/{total}"
+        self._say(f"{place}  {row.title} {row.setting} seed {cell.recipe.seed}: {what}  ({cell.seconds:.1f} s)")
+
+    def interrupted(self) -> None:
+        self._say("interrupted: the runs under way are being saved")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class LiveTable(Screen):
+    """For a terminal: one row per method and setting."""
+
+    def __init__(
+        self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int, console: Console
+    ) -> None:
+        super().__init__(cells, todo, folder, workers)
+        self.console = console
+        self.stopping = False
+        self.live = Live(self.table(), console=console, auto_refresh=False, transient=True)
+
+    def tick(self) -> None:
+        self.live.update(self.table(), refresh=True)
+
+    def interrupted(self) -> None:
+        self.stopping = True
+
+    def table(self) -> Table:
+        modes = [mode for mode in INFERENCE_MODES if any(mode in cell.accuracy for cell in self.progress.cells)]
+        wide = self.console.width >= 70 + 12 * len(modes)
+        table = Table(box=None, pad_edge=False, caption=self._caption(), caption_justify="left", header_style="bold")
+        table.add_column("")
+        table.add_column("setting")
+        table.add_column("runs")
+        table.add_column("epoch", justify="right")
+        if wide:
+            table.add_column("loss", justify="right")
+        for mode in modes:
+            table.add_column(mode, justify="right", min_width=10)
+        if wide:
+            table.add_column("images/s", justify="right")
+        table.add_column("left", justify="right")
+        for row in self._shown():
+            self._add(table, row, modes, wide)
+        return table
+
+    def _shown(self) -> list[Row]:
+        """All rows, or what fits: those that run, then those that have ended."""
+        room = self.console.height - 4
+        if len(self.progress.rows) <= room:
+            return self.progress.rows
+
+        def urgency(row: Row) -> int:
+            cells = self.progress.of(row)
+            if any(cell.state == "running" for cell in cells):
+                return 0
+            return 1 if all(cell.over for cell in cells) else 2
+
+        chosen = {id(row) for row in sorted(self.progress.rows, key=urgency)[: max(room, 1)]}
+        return [row for row in self.progress.rows if id(row) in chosen]
+
+    def _add(self, table: Table, row: Row, modes: Sequence[str], wide: bool) -> None:
+        cells = self.progress.of(row)
+        ended = [cell for cell in cells if cell.state in ("finished", "diverged")]
+        running = [cell for cell in cells if cell.state == "running"]
+        heard = [cell for cell in running if cell.first is not None]
+        scored = ended or [cell for cell in running if cell.accuracy]
+        style = "" if ended else "dim"  # those of runs under way are not yet results
+        line: list[Text | ProgressBar | str] = [row.title, row.setting, _bar(cells)]
+        line.append(f"{max(cell.epoch for cell in heard):.1f}" if heard else "")
+        losses = [cell.loss for cell in heard if cell.loss is not None]
+        if wide:
+            line.append(f"{losses[-1]:.3f}" if losses else "")
+        for mode in modes:
+            found = spread(cell.accuracy.get(mode) for cell in scored)
+            line.append(Text(text_of(found) if found else "", style=style))
+        if wide:
+            speed = spread(cell.images_per_second for cell in heard or ended)
+            line.append(f"{speed['mean']:,.0f}" if speed else "")
+        line.append(_left(running, self.progress.clock()) or _verdict(cells))
+        table.add_row(*line)
+
+    def _caption(self) -> Text:
+        total = len(self.progress.cells)
+        parts = [f"{self.progress.over} of {total} runs"]
+        if self.kept:
+            parts.append(f"{self.kept} of them finished before")
+        rest = self.progress.remaining()
+        if self.stopping:
+            parts.append("saving; once more Ctrl-C does not wait")
+        elif rest is not None:
+            parts.append(f"about {duration(rest)} left")
+        return Text(", ".join(parts), style="dim")
+
+
+def _bar(cells: Sequence[CellProgress]) -> ProgressBar:
+    broken = any(cell.state in ("failed", "diverged") for cell in cells)
+    style = "red" if broken else "green"
+    done = sum(1.0 if cell.over else cell.fraction for cell in cells)
+    return ProgressBar(len(cells), done, width=12, complete_style=style, finished_style=style)
+
+
+def _left(running: Sequence[CellProgress], now: float) -> str:
+    rests = [rest for cell in running if (rest := cell.remaining(now)) is not None]
+    if rests:
+        return duration(max(rests))
+    return "starts" if running else ""
+
+
+def _verdict(cells: Sequence[CellProgress]) -> str:
+    for state in ("failed", "diverged"):
+        count = sum(cell.state == state for cell in cells)
+        if count:
+            return state if count == len(cells) else f"{count} {state}"
+    return "done" if all(cell.over for cell in cells) else ""
+
+
+def duration(seconds: float) -> str:
+    """ "45 s", "3:20 min" or "2:05 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02d} h"
+
+
+@contextlib.contextmanager
+def screen(
+    cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, *, workers: int, quiet: bool = False
+) -> Iterator[Screen]:
+    """What fits where standard error goes to; standard output is left to results."""
+    if quiet:
+        yield Screen(cells, todo, folder, workers)
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Lines(cells, todo, folder, workers)
+        return
+    shown = LiveTable(cells, todo, folder, workers, console)
+    with shown.live:
+        yield shown
