@@ -58,12 +58,9 @@ def arriving(target: Path) -> Iterator[Path]:
     """
     folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         yield folder
-        replaced = folder / "replaced"
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(folder / target.name, target)
+        _swap(folder / target.name, target, folder / "replaced")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise LabError(f"no space left in {target.parent}: free some, or choose another --root") from error
@@ -72,3 +69,15 @@ def arriving(target: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _swap(arrived: Path, target: Path, replaced: Path) -> None:
+    if not target.exists():
+        os.replace(arrived, target)
+        return
+    os.replace(target, replaced)
+    try:
+        os.replace(arrived, target)
+    except OSError:
+        os.replace(replaced, target)
+        raise
