@@ -7,8 +7,12 @@ import sys
 
 import typer
 
+from kalmannorm.cli.analyse import analyse
+from kalmannorm.cli.compare import compare
 from kalmannorm.cli.data import data
+from kalmannorm.cli.demo import demo
 from kalmannorm.cli.evaluate import evaluate
+from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
 from kalmannorm.lab.errors import LabError
 
@@ -20,8 +24,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo)
 app.command("train")(train)
+app.command("compare")(compare)
 app.command("evaluate")(evaluate)
+app.command("analyse")(analyse)
+app.command("reproduce")(reproduce)
 app.add_typer(data, name="data")
 
 

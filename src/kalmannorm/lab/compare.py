@@ -16,11 +16,12 @@ import torch
 from kalmannorm.lab import cells as table
 from kalmannorm.lab.cells import Cell
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
-from kalmannorm.lab.live import screen
+from kalmannorm.lab.live import say, screen
 from kalmannorm.lab.origin import command
 from kalmannorm.lab.pool import Outcome, perform, seats
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Record, Run
+from kalmannorm.lab.report.wording import counted, listed
 from kalmannorm.lab.worker import Task, Watch
 
 Trainer = Callable[..., Record]
@@ -34,10 +35,19 @@ class FailedCellsError(LabError):
 
     def __init__(self, failures: dict[str, str], total: int, runs: list[Run]) -> None:
         self.failures, self.runs = failures, runs
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
-        super().__init__(
-            f"{len(failures)} of {total} runs failed; the same command keeps the others and tries these again:{lines}"
-        )
+        names: dict[str, list[str]] = {}
+        for name, reason in failures.items():
+            names.setdefault(reason, []).append(name)
+        if len(names) == 1 and len(failures) == total > 1:
+            super().__init__(f"all {total} runs failed: {next(iter(names))}")
+            return
+        lines = "".join(f"\n  {_listed(own)}: {reason}" for reason, own in names.items())
+        head = f"{len(failures)} of {counted(total, 'run')} failed; the same command keeps the rest and tries again"
+        super().__init__(f"{head}:{lines}")
+
+
+def _listed(names: list[str]) -> str:
+    return listed(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def run_cells(
@@ -63,7 +73,10 @@ def run_cells(
         if not table.finished(folder / name, recipe) or (name in analyse and not _analysed(folder / name))
     ]
     outcomes: list[Outcome] = []
-    if todo:
+    if not todo:
+        if not quiet:
+            say(f"all {len(cells)} runs are finished already")
+    else:
         places = seats(execution.device, jobs)[: len(todo)]
         tasks = [
             Task(

@@ -18,7 +18,9 @@ from kalmannorm.lab.cells import Cell
 from kalmannorm.lab.pool import Listener, Outcome
 from kalmannorm.lab.progress import CellProgress, Progress
 from kalmannorm.lab.records import Record, Run
-from kalmannorm.lab.summary import Row, spread, text_of
+from kalmannorm.lab.report.spread import spread
+from kalmannorm.lab.report.wording import accuracy, number
+from kalmannorm.lab.summary import Row
 
 
 class Screen(Listener):
@@ -62,7 +64,7 @@ class Lines(Screen):
         super().__init__(cells, todo, folder, workers)
         self.titles = {place: row for row in self.progress.rows for place in row.members}
         if self.kept:
-            self._say(f"{self.kept} of {len(cells)} runs are finished already")
+            say(f"{self.kept} of {len(cells)} runs are finished already")
 
     def ended(self, task: int, outcome: Outcome) -> None:
         super().ended(task, outcome)
@@ -72,14 +74,10 @@ class Lines(Screen):
         scores = ", ".join(f"{mode} {value:.1f}" for mode, value in cell.accuracy.items())
         what = {"finished": scores, "diverged": f"diverged: {scores}"}.get(cell.state, f"{cell.state} {cell.reason}")
         place = f"{self.progress.over:>{len(str(total))}}/{total}"
-        self._say(f"{place}  {row.title} {row.setting} seed {cell.recipe.seed}: {what}  ({cell.seconds:.1f} s)")
+        say(f"{place}  {row.title} {row.setting} seed {cell.recipe.seed}: {what}  ({cell.seconds:.1f} s)")
 
     def interrupted(self) -> None:
-        self._say("interrupted: the runs under way are being saved")
-
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        say("interrupted: the runs under way are being saved")
 
 
 class LiveTable(Screen):
@@ -147,10 +145,10 @@ class LiveTable(Screen):
             line.append(f"{losses[-1]:.3f}" if losses else "")
         for mode in modes:
             found = spread(cell.accuracy.get(mode) for cell in scored)
-            line.append(Text(text_of(found) if found else "", style=style))
+            line.append(Text(accuracy(found) if found else "", style=style))
         if wide:
             speed = spread(cell.images_per_second for cell in heard or ended)
-            line.append(f"{speed['mean']:,.0f}" if speed else "")
+            line.append(number(speed.mean, 0) if speed else "")
         line.append(_left(running, self.progress.clock()) or _verdict(cells))
         table.add_row(*line)
 
@@ -163,7 +161,7 @@ class LiveTable(Screen):
         if self.stopping:
             parts.append("saving; once more Ctrl-C does not wait")
         elif rest is not None:
-            parts.append(f"about {duration(rest)} left")
+            parts.append(f"about {_clock(rest)} left")
         return Text(", ".join(parts), style="dim")
 
 
@@ -177,7 +175,7 @@ def _bar(cells: Sequence[CellProgress]) -> ProgressBar:
 def _left(running: Sequence[CellProgress], now: float) -> str:
     rests = [rest for cell in running if (rest := cell.remaining(now)) is not None]
     if rests:
-        return duration(max(rests))
+        return _clock(max(rests))
     return "starts" if running else ""
 
 
@@ -189,14 +187,16 @@ def _verdict(cells: Sequence[CellProgress]) -> str:
     return "done" if all(cell.over for cell in cells) else ""
 
 
-def duration(seconds: float) -> str:
-    """ "45 s", "3:20 min" or "2:05 h"."""
+def _clock(seconds: float) -> str:
+    """ "0:45", "3:20" or "2:05:00": of one width while it counts down."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole // 60 % 60:02d} h"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def say(line: str) -> None:
+    """To people, not to a pipe."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

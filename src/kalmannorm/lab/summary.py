@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kalmannorm.grouped import INFERENCE_MODES
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record, Run
+from kalmannorm.lab.report.spread import Spread, spread
+from kalmannorm.lab.report.wording import accuracy, number, option
 
-_NAMED = {"method", "gradient_batch", "statistics_batch", "seed"}
+_CELL = ("method", "gradient_batch", "statistics_batch")
 
 
 @dataclass(frozen=True)
@@ -41,32 +42,20 @@ def rows(recipes: Sequence[Recipe]) -> list[Row]:
     members: dict[Recipe, list[int]] = {}
     for place, recipe in enumerate(recipes):
         members.setdefault(dataclasses.replace(recipe, seed=0), []).append(place)
-    names = [field.name for field in dataclasses.fields(Recipe) if field.name not in _NAMED]
-    varying = [name for name in names if len({getattr(recipe, name) for recipe in recipes}) > 1]
-    found = []
-    for own in members.values():
-        recipe = recipes[own[0]]
-        remark = ", ".join(f"{name.replace('_', ' ')} {getattr(recipe, name)}" for name in varying)
-        found.append(Row(recipe, own, remark))
-    order = list(dict.fromkeys((row.recipe.method, row.remark) for row in found))
-    return sorted(found, key=lambda row: order.index((row.recipe.method, row.remark)))
+    telling = [field.name for field in dataclasses.fields(Recipe) if _varies_within_a_cell(list(members), field.name)]
+    found = [
+        Row(recipes[own[0]], own, ", ".join(option(name, getattr(recipe, name)) for name in telling))
+        for recipe, own in members.items()
+    ]
+    order = list(dict.fromkeys((row.remark, row.recipe.method) for row in found))
+    return sorted(found, key=lambda row: order.index((row.remark, row.recipe.method)))
 
 
-def spread(values: Iterable[float | None]) -> Record | None:
-    """{"mean", "std", "n"}; std is that of a sample, None for one value; None for no value at all."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    std = statistics.stdev(known) if len(known) > 1 else None
-    return {"mean": statistics.fmean(known), "std": std, "n": len(known)}
-
-
-def text_of(found: Record | None, digits: int = 1) -> str:
-    """ "97.1 ± 0.3", "97.1", or a dash."""
-    if found is None:
-        return "–"
-    std = "" if found["std"] is None else f" ± {found['std']:.{digits}f}"
-    return f"{found['mean']:.{digits}f}{std}"
+def _varies_within_a_cell(recipes: Sequence[Recipe], name: str) -> bool:
+    """A learning rate that follows the gradient batch, say, does not."""
+    seen: dict[tuple[object, ...], object] = {}
+    cells = [(tuple(getattr(recipe, key) for key in _CELL), getattr(recipe, name)) for recipe in recipes]
+    return any(seen.setdefault(cell, value) != value for cell, value in cells)
 
 
 def summarize(runs: Sequence[Run]) -> list[Record]:
@@ -86,7 +75,7 @@ def summarize(runs: Sequence[Run]) -> list[Record]:
                 "diverged": sum(bool(result["diverged"]) for result in own),
                 "accuracy": _by_mode(own, "accuracy"),
                 "loss": _by_mode(own, "loss"),
-                **{name: spread(result[name] for result in own) for name in ("images_per_second", "seconds")},
+                **{name: _json(spread(result[name] for result in own)) for name in ("images_per_second", "seconds")},
             }
         )
     return found
@@ -94,7 +83,11 @@ def summarize(runs: Sequence[Run]) -> list[Record]:
 
 def _by_mode(results: Sequence[Record], name: str) -> Record:
     modes = [mode for mode in INFERENCE_MODES if any(mode in result[name] for result in results)]
-    return {mode: spread(result[name].get(mode) for result in results) for mode in modes}
+    return {mode: _json(spread(result[name].get(mode) for result in results)) for mode in modes}
+
+
+def _json(found: Spread | None) -> Record | None:
+    return None if found is None else found.to_json()
 
 
 def table(records: Sequence[Record]) -> str:
@@ -105,8 +98,8 @@ def table(records: Sequence[Record]) -> str:
         [
             record["title"],
             record["setting_title"],
-            *(text_of(record["accuracy"].get(mode)) for mode in modes),
-            text_of(_mean_only(record["images_per_second"]), digits=0),
+            *(_accuracy(record["accuracy"].get(mode)) for mode in modes),
+            "–" if record["images_per_second"] is None else number(record["images_per_second"]["mean"], 0),
             _counted(record),
         ]
         for record in records
@@ -119,8 +112,8 @@ def table(records: Sequence[Record]) -> str:
     )
 
 
-def _mean_only(found: Record | None) -> Record | None:
-    return None if found is None else {**found, "std": None}
+def _accuracy(found: Record | None) -> str:
+    return "–" if found is None else accuracy(Spread(**found))
 
 
 def _counted(record: Record) -> str:

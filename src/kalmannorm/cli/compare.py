@@ -1,0 +1,117 @@
+"""`kalmannorm compare`: methods × settings × seeds, and a page that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kalmannorm.cli.options import execution_options, recipe_options
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.recipe import Execution
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.cells import Cell
+    from kalmannorm.lab.records import Run
+
+
+@recipe_options
+@execution_options
+def compare(
+    dataset: Annotated[str, typer.Option("--dataset", "-d", help="See kalmannorm data list.")] = "digits",
+    model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", "-m", help="Of bn, brn, gn, ln, in, bkn and bkn-learned.")
+    ] = "bn,brn,gn,bkn",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--settings", "-s", help="Gradient and statistics batch, such as 128,2; give it once for each setting."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 3,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", "-j", min=1, help="Runs at a time; one per GPU unless given, or one per core without GPUs."
+        ),
+    ] = None,
+    analyse: Annotated[
+        bool, typer.Option("--analyse/--no-analyse", help="Analyse the norms of the first seed's runs as well.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The comparison's folder; runs/DATASET-MODEL unless given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    *,
+    changes: dict[str, Any],
+    execution: Execution,
+) -> None:
+    """Train every method at every setting with every seed, and compare them.
+
+    The same command again keeps what is finished and goes on with the rest, so it may be interrupted at any time.
+    """
+    from kalmannorm.lab.cells import grid
+    from kalmannorm.lab.presets import preset
+    from kalmannorm.lab.setting import Setting
+
+    recipe = preset(dataset, model)
+    chosen = [Setting.parse(setting) for setting in settings or []]
+    if not chosen:
+        whole = recipe.gradient_batch
+        chosen = [Setting(whole, whole), recipe.setting]
+    cells = grid(recipe, _names(methods), chosen, range(seeds), changes)
+    folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
+    analysed = [name for name, cell in cells if analyse and cell.seed == 0]
+    run_and_show(cells, folder, execution, jobs=jobs, analyse=analysed, as_json=as_json)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise LabError("--methods names none: give some, such as bn,bkn")
+    return names
+
+
+def run_and_show(
+    cells: list[Cell], folder: Path, execution: Execution, *, jobs: int | None, analyse: list[str], as_json: bool
+) -> None:
+    """Run the cells, then show what came of them: table, sentences and the page. Failed cells are named last."""
+    from kalmannorm.lab.compare import FailedCellsError, run_cells
+
+    failed: FailedCellsError | None = None
+    try:
+        runs = run_cells(cells, folder, execution, jobs=jobs, analyse=analyse, quiet=as_json)
+    except FailedCellsError as error:
+        runs, failed = error.runs, error
+    if runs or as_json:
+        _show(runs, folder, failed.failures if failed else {}, as_json)
+    if failed:
+        raise failed
+
+
+def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool) -> None:
+    from kalmannorm.lab.report import write
+    from kalmannorm.lab.report.collecting import collect
+    from kalmannorm.lab.report.comparison import chapters
+    from kalmannorm.lab.report.sentences import sentences
+    from kalmannorm.lab.summary import summarize, table
+
+    rows = summarize(runs)
+    if not as_json:
+        epochs = " and ".join(f"{number:g}" for number in dict.fromkeys(run.recipe.epochs for run in runs))
+        typer.echo(
+            f"\nTest accuracy in % by way of inference, {epochs} epochs, mean ± standard deviation of the runs\n"
+        )
+        typer.echo(table(rows))
+    found = [comparison for chapter in chapters(collect([folder])) for comparison in chapter.comparisons]
+    told = [sentence for comparison in found for sentence in sentences(comparison)]
+    page = write([folder], folder / "report.html", figures=folder / "figures") if runs else None
+    if as_json:
+        report = None if page is None else str(page)
+        record = {"folder": str(folder), "rows": rows, "sentences": told, "failed": failures, "report": report}
+        typer.echo(json.dumps(record))
+        return
+    typer.echo("\n" + "\n".join(told) + f"\n\nThe report: {page}")

@@ -1,0 +1,40 @@
+"""`kalmannorm demo`: what small batches do to batch norm, shown on real digits in about a minute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+METHODS = ("bn", "brn", "gn", "bkn", "bkn-learned")
+SETTINGS = ((64, 64), (64, 2), (64, 1))
+CHANGES = {"epochs": 12.0, "evaluate_every": 2.0}
+"""Of the preset: shorter, and tested less often."""
+ANALYSED = {(name, m) for name in ("bn", "bkn") for m in (2, 1)}
+"""Method and statistics batch of the runs whose norms are analysed."""
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the runs and the report go.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 2,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; one per core unless given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+) -> None:
+    """Compare BN, BRN, GN and BKN on digits when 64, 2 or 1 examples share their statistics.
+
+    Needs no network and no GPU. The same command again keeps what is finished.
+    """
+    from kalmannorm.cli.compare import run_and_show
+    from kalmannorm.lab.cells import grid
+    from kalmannorm.lab.presets import preset
+    from kalmannorm.lab.recipe import Execution
+    from kalmannorm.lab.setting import Setting
+
+    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], range(seeds), CHANGES)
+    analysed = [name for name, cell in cells if (cell.method, cell.statistics_batch) in ANALYSED and cell.seed == 0]
+    # A net this small is as fast on a core as on a GPU, and most machines have more cores.
+    execution = Execution(device="cpu", tensorboard=False)
+    run_and_show(cells, out, execution, jobs=jobs, analyse=analysed, as_json=as_json)
