@@ -1,0 +1,132 @@
+"""`kalmannorm reproduce`: an experiment of the paper by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kalmannorm.cli.options import execution_options, recipe_options
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.recipe import Execution
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.records import Record
+
+
+@recipe_options
+@execution_options
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="The experiment; --list names them.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--list", help="List the experiments and what they ask.")] = False,
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", "-d", help="The paper's own unless given; digits and the like are stand-ins."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
+    budget: Annotated[
+        float,
+        typer.Option("--budget", help="Length of training: 1 is the data set's full recipe, 0.05 a twentieth of it."),
+    ] = 1.0,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="Runs of each line; 3 unless given, 1 on ImageNet.")
+    ] = None,
+    paper_only: Annotated[bool, typer.Option("--paper-only", help="Leave out the lines that the paper lacks.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="runs/NAME-DATASET unless given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on in a folder that holds runs already.")] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Runs at a time: a GPU or core each.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
+    *,
+    changes: dict[str, Any],
+    execution: Execution,
+) -> None:
+    """Run one of the paper's experiments, on its own data or on a small stand-in.
+
+    Tables show our numbers beside the paper's; runs, record and page lie in one folder. docs/experiments.md says what
+    each one costs and where it differs from the paper.
+    """
+    from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
+
+    if every:
+        _list(EXPERIMENTS.values(), as_json)
+        return
+    if name is None:
+        raise LabError(f"name an experiment: {', '.join(EXPERIMENTS)}")
+    chosen = experiment(name)
+    from kalmannorm.lab.experiments.planning import Wanted
+    from kalmannorm.lab.experiments.reproducing import reproduce as run
+    from kalmannorm.lab.report import write
+
+    wanted = Wanted(dataset, model, budget, seeds, paper_only, changes)
+    with _rounds(chosen.timed and not as_json) as watch:
+        record, folder = run(chosen, wanted, out, execution, resume=resume, jobs=jobs, quiet=as_json, watch=watch)
+    page = write([folder], folder / "report.html", figures=folder / "figures")
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "report": str(page), **record}))
+        return
+    _show(record, page)
+
+
+def _list(experiments: Any, as_json: bool) -> None:
+    if as_json:
+        rows = [{key: getattr(each, key) for key in ("name", "title", "question", "source")} for each in experiments]
+        typer.echo(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_lines=False)
+    for heading in ("name", "in the paper", "data", "question"):
+        table.add_column(heading)
+    for each in experiments:
+        table.add_row(each.name, each.source, ", ".join(each.datasets), each.question)
+    Console().print(table)
+
+
+@contextmanager
+def _rounds(shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the rounds of timed steps, where it is wanted."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+        task = progress.add_task("timing steps", total=None)
+        yield lambda done, rounds: progress.update(task, completed=done, total=rounds)
+
+
+def _show(record: Record, page: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"[bold]{record['title']}[/bold], {record['source']} of the paper", highlight=False)
+    if record["stand_in"]:
+        console.print("[yellow]A stand-in[/yellow]: another data set or net than the paper's", highlight=False)
+    for content in record["tables"]:
+        table = Table(title=content["title"], title_justify="left", caption=content["note"], caption_justify="left")
+        for heading in content["columns"]:
+            table.add_column(heading, style="dim" if heading.startswith("paper") else "")
+        for row in content["rows"]:
+            table.add_row(*map(_cell, row, content["columns"]))
+        console.print(table)
+    for note in record["notes"]:
+        console.print(f"- {note}", highlight=False)
+    console.print(f"The page: {page}", highlight=False, soft_wrap=True)
+
+
+def _cell(value: Any, heading: str) -> str:
+    """As the report writes it; the paper's numbers as they are printed there."""
+    from kalmannorm.lab.report.spread import Spread
+    from kalmannorm.lab.report.wording import number, plus_minus
+
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return plus_minus(Spread(**value))
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if heading.startswith("paper") else number(value)

@@ -1,0 +1,179 @@
+"""From an experiment and what was asked for to the recipes of its cells: data set, nets, length, seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kalmannorm.lab.data.protocol import Data
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
+from kalmannorm.lab.experiments.widths import matching_width
+from kalmannorm.lab.presets import FOLDER, at_setting, preset
+from kalmannorm.lab.recipe import Execution, Recipe
+
+_IMAGENET: dict[Role, str] = {"inception": "bn-inception", "resnet": "resnet101"}
+_CIFAR: dict[Role, str] = {"inception": "cifar-inception", "resnet": "cifar-resnet-32"}
+MODELS: dict[str, dict[Role, str]] = {
+    "digits": {"inception": "digits-net"},
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "tiny-imagenet": {"inception": "bn-inception"},
+    "imagenet": _IMAGENET,
+}
+"""Which net plays which role on which data set; an image folder is taken for ImageNet."""
+EVALUATIONS = 20
+"""At least so many in a training, for curves and for the steps to an accuracy."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for. `changes` are fields of every recipe, given by name."""
+
+    dataset: str | None = None
+    model: str | None = None
+    budget: float = 1.0
+    seeds: int | None = None
+    paper_only: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of an experiment; `folder` is where it lies in the experiment's."""
+
+    folder: str
+    recipe: Recipe
+    arm: Arm
+    role: Role
+
+
+@dataclass(frozen=True)
+class Plan:
+    experiment: Experiment
+    budget: float
+    seeds: int
+    stand_in: bool
+    """Whether this is another data set or net than the paper's, or a part of it."""
+    arms: tuple[Arm, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def datasets(self) -> list[str]:
+        return list(dict.fromkeys(cell.recipe.dataset for cell in self.cells))
+
+    @property
+    def models(self) -> dict[Role, str]:
+        return {cell.role: cell.recipe.model for cell in self.cells}
+
+    def of(self, arm: Arm, role: Role, dataset: str) -> list[Cell]:
+        """The cells of one line, by seed."""
+        return [c for c in self.cells if (c.arm, c.role, c.recipe.dataset) == (arm, role, dataset)]
+
+
+def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
+    """Every cell, checked against the data before anything runs."""
+    if not wanted.budget > 0:
+        raise LabError(f"--budget must be positive, got {wanted.budget}: 1 is the full length, 0.1 a tenth")
+    if wanted.seeds is not None and wanted.seeds < 1:
+        raise LabError(f"--seeds must be at least 1, got {wanted.seeds}")
+    datasets = [wanted.dataset] if wanted.dataset else list(experiment.datasets)
+    real = "imagenet" in datasets or any(name.startswith(FOLDER) for name in datasets)
+    seeds = wanted.seeds or (1 if real else 3)
+    cells: list[Cell] = []
+    stand_in = False
+    for dataset in datasets:
+        start = dataclasses.replace(preset(dataset), **_of_data(wanted.changes))
+        data = _data(experiment, start, execution)
+        other = stands_in(experiment, dataset, data) or start.train_examples is not None
+        for role, model in _models(experiment, dataset, wanted.model).items():
+            stand_in = stand_in or other or model != _paper_models(experiment)[role]
+            for arm in arms_of(experiment, wanted, cheap=other):
+                recipe = _recipe(arm, dataset, model, wanted)
+                if data is not None:
+                    _check_size(recipe, data)
+                    if arm.wide:
+                        recipe = dataclasses.replace(recipe, width=matching_width(model, data.classes, data.shape))
+                cells += _seeds(recipe, arm, role, seeds, prefix=len(datasets) > 1)
+    arms = tuple(arm for arm in experiment.arms if any(cell.arm == arm for cell in cells))
+    return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(cells))
+
+
+def arms_of(experiment: Experiment, wanted: Wanted, *, cheap: bool) -> list[Arm]:
+    return [arm for arm in experiment.arms if (cheap or not arm.cheap) and not (arm.ours and wanted.paper_only)]
+
+
+def _of_data(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: changes[name] for name in ("image_size", "train_examples", "test_examples") if name in changes}
+
+
+def _data(experiment: Experiment, recipe: Recipe, execution: Execution) -> Data | None:
+    """None where only steps are timed: that needs no images."""
+    if experiment.timed:
+        return None
+    import torch
+
+    from kalmannorm.lab.loading import data_of
+
+    # On the CPU: it is only asked for its size here.
+    return data_of(dataclasses.replace(recipe, gradient_batch=1, statistics_batch=1), torch.device("cpu"), execution)
+
+
+def stands_in(experiment: Experiment, dataset: str, data: Data | None) -> bool:
+    """Whether this data set is not the paper's; an image folder of ImageNet's size and classes is ImageNet."""
+    if dataset.startswith(FOLDER) and data is not None and "imagenet" in experiment.datasets:
+        return data.classes != 1000 or data.train_size < 1_200_000
+    return dataset not in experiment.datasets
+
+
+def _models(experiment: Experiment, dataset: str, model: str | None) -> dict[Role, str]:
+    """The nets to train, by the role they play; one that was asked for plays the role that its name suggests."""
+    if model is not None:
+        role: Role = "resnet" if "resnet" in model and "resnet" in experiment.roles else "inception"
+        return {role: model}
+    known = MODELS["imagenet" if dataset.startswith(FOLDER) else dataset]
+    return {role: known[role] for role in experiment.roles if role in known}
+
+
+def _paper_models(experiment: Experiment) -> dict[Role, str]:
+    return MODELS[experiment.datasets[0]]
+
+
+def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
+    recipe = at_setting(preset(dataset, model), arm.setting)
+    epochs = recipe.epochs * wanted.budget
+    recipe = dataclasses.replace(
+        recipe,
+        method=arm.method,
+        epochs=epochs,
+        warmup_epochs=recipe.warmup_epochs * wanted.budget,
+        evaluate_every=min(1.0, epochs / EVALUATIONS),
+    )
+    return dataclasses.replace(recipe, **wanted.changes).checked()
+
+
+def _check_size(recipe: Recipe, data: Data) -> None:
+    if data.train_size < recipe.gradient_batch:
+        raise LabError(
+            f"a gradient batch of {recipe.gradient_batch} is more than the {data.train_size} training images of "
+            f"{recipe.dataset} here: give more --train-examples or another --dataset"
+        )
+
+
+def _seeds(recipe: Recipe, arm: Arm, role: Role, seeds: int, *, prefix: bool) -> list[Cell]:
+    found = []
+    for seed in range(seeds):
+        own = dataclasses.replace(recipe, seed=recipe.seed + seed)
+        name = own.name.replace(f"-{own.method}-", f"-{own.method}-wide-") if arm.wide else own.name
+        found.append(Cell(f"{own.dataset}-{name}" if prefix else name, own, arm, role))
+    return found
+
+
+def default_folder(experiment: Experiment, wanted: Wanted) -> Path:
+    """runs/NAME-DATASET in the current folder."""
+    dataset = wanted.dataset or "+".join(experiment.datasets)
+    short = Path(dataset.removeprefix(FOLDER)).name if dataset.startswith(FOLDER) else dataset
+    return Path("runs") / f"{experiment.name}-{short}"

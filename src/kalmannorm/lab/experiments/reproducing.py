@@ -1,0 +1,172 @@
+"""Run an experiment: train its cells, gather what they found beside the paper's numbers, and write the page.
+
+FOLDER/experiment.json    tables, figures and notes; see docs/experiments.md
+FOLDER/CELL/              one run each, as `kalmannorm train` leaves it
+FOLDER/report.html        what `kalmannorm report` makes of it, with its figures/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.experiments import speed, tables
+from kalmannorm.lab.experiments.planning import Plan, Wanted, default_folder, plan
+from kalmannorm.lab.experiments.results import Results, of_cells, read_results
+from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
+from kalmannorm.lab.experiments.widths import TOLERANCE
+from kalmannorm.lab.origin import origin
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Record, write_json
+
+Runner = Callable[..., Sequence[Any]]
+"""`kalmannorm.lab.compare.run_cells`, or what stands in for it in a test."""
+
+
+def reproduce(
+    experiment: Experiment,
+    wanted: Wanted,
+    folder: Path | None = None,
+    execution: Execution | None = None,
+    *,
+    resume: bool = False,
+    jobs: int | None = None,
+    quiet: bool = False,
+    runner: Runner | None = None,
+    watch: speed.Watch | None = None,
+) -> tuple[Record, Path]:
+    """Run the experiment into a folder; returns what is in its experiment.json, and the folder.
+
+    `resume` goes on with a folder that holds runs already: finished cells are kept. Where some cells fail, the record
+    of the others is written before the error is raised.
+    """
+    execution = execution or Execution()
+    folder = folder or default_folder(experiment, wanted)
+    if not resume and folder.is_dir() and any(folder.glob("*/recipe.json")):
+        raise LabError(f"{folder} holds runs already: go on with them by --resume, or give another --out")
+    chosen = plan(experiment, wanted, execution)
+    if experiment.timed:
+        timings = speed.time_steps(chosen, execution, watch)
+        record = _record(chosen, {}, [speed.speed_table(chosen, timings)])
+        record["timings"] = timings
+        write_json(folder / "experiment.json", record)
+        return record, folder
+    failure: LabError | None = None
+    try:
+        _run(chosen, folder, execution, jobs, quiet, runner)
+    except LabError as error:
+        failure = error
+    results = read_results(chosen, folder)
+    if failure is not None and not results:
+        raise failure
+    record = _record(chosen, results, _tables(chosen, results))
+    write_json(folder / "experiment.json", record)
+    if failure is not None:
+        raise failure
+    return record, folder
+
+
+def _run(
+    chosen: Plan, folder: Path, execution: Execution, jobs: int | None, quiet: bool, runner: Runner | None
+) -> None:
+    if runner is None:
+        from kalmannorm.lab.compare import run_cells
+
+        runner = run_cells
+    cells: list[tuple[str, Recipe]] = [(cell.folder, cell.recipe) for cell in chosen.cells]
+    analysed = [name for name, _ in cells] if chosen.experiment.analysed else []
+    runner(cells, folder, execution, jobs=jobs, quiet=quiet, analyse=analysed)
+
+
+def _tables(chosen: Plan, results: Results) -> list[Record]:
+    return [
+        *tables.accuracy_tables(chosen, results),
+        *tables.claims_table(chosen, results),
+        *tables.steps_table(chosen, results),
+        *tables.gap_tables(chosen, results),
+    ]
+
+
+def _record(chosen: Plan, results: Results, found: list[Record]) -> Record:
+    experiment = chosen.experiment
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "question": experiment.question,
+        "source": experiment.source,
+        "dataset": ", ".join(chosen.datasets),
+        "models": list(chosen.models.values()),
+        "budget": chosen.budget,
+        "seeds": chosen.seeds,
+        "stand_in": chosen.stand_in,
+        "origin": origin(),
+        "tables": found,
+        "figures": _figures(chosen, results),
+        "notes": _notes(chosen, results),
+    }
+
+
+def _figures(chosen: Plan, results: Results) -> list[Record]:
+    figures: list[Record] = []
+    titles = dict(chosen.experiment.columns)
+    for dataset in chosen.datasets:
+        for role, model in chosen.models.items():
+            lines = [(arm.label, _folders(chosen, results, arm, role, dataset)) for arm in chosen.arms]
+            lines = [(label, runs) for label, runs in lines if runs]
+            for mode in chosen.experiment.curves:
+                groups = [
+                    {"label": label, "runs": runs}
+                    for label, runs in lines
+                    if any(mode in results[run].result["accuracy"] for run in runs)
+                ]
+                title = f"{model} on {dataset}, {titles[mode]}"
+                figures.append({"kind": "curves", "title": title, "mode": mode, "y": "accuracy", "groups": groups})
+            if chosen.experiment.analysed:
+                first = [{"label": label, "run": runs[0]} for label, runs in lines]
+                figures.append({"kind": "variance-gap", "title": f"Variance gap, {model} on {dataset}", "runs": first})
+    return figures
+
+
+def _folders(chosen: Plan, results: Results, arm: Arm, role: Role, dataset: str) -> list[str]:
+    return [cell.folder for cell in chosen.of(arm, role, dataset) if cell.folder in results]
+
+
+def _notes(chosen: Plan, results: Results) -> list[str]:
+    experiment = chosen.experiment
+    notes = []
+    if chosen.stand_in:
+        real = f"{' and '.join(experiment.datasets)}"
+        notes.append(f"A stand-in: the paper's experiment is on {real} with its own nets, on all images.")
+    if chosen.budget != 1 and not experiment.timed:
+        notes.append(f"Trained for {chosen.budget:g} of the full length.")
+    for dataset in chosen.datasets:
+        for role, model in chosen.models.items():
+            for arm in chosen.arms:
+                cells = chosen.of(arm, role, dataset)
+                found = of_cells(cells, results)
+                lost = sum(bool(run.result["diverged"]) for run in found)
+                if lost:
+                    notes.append(f"{model} with {arm.label} on {dataset}: {lost} of {len(found)} seeds diverged.")
+                if len(found) < len(cells) and not experiment.timed:
+                    notes.append(f"{model} with {arm.label} on {dataset}: {len(found)} of {len(cells)} seeds finished.")
+    return [*notes, *_unmatched(chosen, results), *experiment.notes]
+
+
+def _unmatched(chosen: Plan, results: Results) -> list[str]:
+    """Where whole channels do not allow the parameters of BKN to be met."""
+    notes = []
+    wanted = {run.run.recipe.dataset: run.result["parameters"] for run in _of_method(chosen, results, "bkn-learned")}
+    for cell in chosen.cells:
+        if cell.arm.wide and cell.folder in results and cell.recipe.dataset in wanted:
+            off = results[cell.folder].result["parameters"] / wanted[cell.recipe.dataset] - 1
+            if abs(off) > TOLERANCE:
+                notes.append(
+                    f"{cell.arm.label}: {off:+.1%} parameters beside BKN learned, the nearest in whole channels."
+                )
+    return list(dict.fromkeys(notes))
+
+
+def _of_method(chosen: Plan, results: Results, method: str) -> list[Any]:
+    return [results[cell.folder] for cell in chosen.cells if cell.arm.method == method and cell.folder in results]

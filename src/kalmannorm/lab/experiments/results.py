@@ -1,0 +1,71 @@
+"""What the runs of a plan found: accuracies by line, at the end or on the way, and when a line got where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kalmannorm.lab.experiments.planning import Cell, Plan
+from kalmannorm.lab.records import Record, Run, read_json
+from kalmannorm.lab.report.spread import spread
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run with its result and log read once."""
+
+    run: Run
+    result: Record
+    evaluations: list[Record]
+
+    def accuracy(self, mode: str, at: float | None = None) -> float | None:
+        """In %, at the end, or at the evaluation nearest to a share of the training; None where the mode is missing."""
+        if at is None or not self.evaluations:
+            found: float | None = self.result["accuracy"].get(mode)
+            return found
+        wanted = at * self.evaluations[-1]["step"]
+        nearest = min(self.evaluations, key=lambda event: abs(event["step"] - wanted))
+        return _accuracy(nearest, mode)
+
+    def best(self, mode: str) -> float | None:
+        return max((a for event in self.evaluations if (a := _accuracy(event, mode)) is not None), default=None)
+
+    def steps_to(self, mode: str, accuracy: float) -> int | None:
+        """The first evaluated step that reached the accuracy; None where none did."""
+        for event in self.evaluations:
+            found = _accuracy(event, mode)
+            if found is not None and found >= accuracy:
+                return int(event["step"])
+        return None
+
+
+def _accuracy(event: Record, mode: str) -> float | None:
+    found: float | None = event["modes"].get(mode, {}).get("accuracy")
+    return found
+
+
+Results = Mapping[str, Finished]
+"""By the cell's folder."""
+
+
+def read_results(plan: Plan, folder: Path) -> dict[str, Finished]:
+    """Of every cell that has one."""
+    found = {}
+    for cell in plan.cells:
+        home = folder / cell.folder
+        if (home / "result.json").is_file():
+            run = Run.read(home)
+            found[cell.folder] = Finished(run, read_json(home / "result.json"), run.events("evaluate"))
+    return found
+
+
+def of_cells(cells: list[Cell], results: Results) -> list[Finished]:
+    return [results[cell.folder] for cell in cells if cell.folder in results]
+
+
+def averaged(values: Sequence[float | None]) -> Any:
+    """A cell of a table: {"mean", "std", "n"}, or None."""
+    found = spread(values)
+    return None if found is None else found.to_json()

@@ -1,0 +1,134 @@
+"""Training steps of several norms, timed in turn: what disturbs the machine disturbs them all.
+
+One round is one step of each line, so that a ratio within a round compares like with like; figures are over rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kalmannorm.lab import models
+from kalmannorm.lab.device import resolve
+from kalmannorm.lab.experiments.planning import Cell, Plan
+from kalmannorm.lab.experiments.results import averaged
+from kalmannorm.lab.experiments.tables import PAPER
+from kalmannorm.lab.methods import normalized
+from kalmannorm.lab.optimizing import optimizer_of
+from kalmannorm.lab.presets import FOLDER
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Record
+
+ROUNDS, WARMUP = 30, 3
+IMAGES: dict[str, tuple[int, tuple[int, int, int]]] = {
+    "digits": (10, (1, 8, 8)),
+    "cifar10": (10, (3, 32, 32)),
+    "cifar100": (100, (3, 32, 32)),
+    "tiny-imagenet": (200, (3, 64, 64)),
+    "imagenet": (1000, (3, 224, 224)),
+}
+"""Classes and shape; the images themselves are noise, since a step takes as long on them."""
+
+Watch = Callable[[int, int], None]
+
+
+def time_steps(plan: Plan, execution: Execution, watch: Watch | None = None) -> dict[str, list[float]]:
+    """Seconds of every step, by the arm's key; `watch` gets the rounds done and those to do."""
+    device = resolve(execution.device)
+    cells = list({cell.arm.key: cell for cell in plan.cells}.values())
+    steps = {cell.arm.key: _step(cell, execution, device) for cell in cells}
+    rounds = max(round(ROUNDS * plan.budget), 3)
+    seconds: dict[str, list[float]] = {key: [] for key in steps}
+    for number in range(WARMUP + rounds):
+        # Each line starts a round in turn: the first after a pause runs on a cooler machine.
+        turned = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
+        for key in turned:
+            elapsed = _timed(steps[key], device)
+            if number >= WARMUP:
+                seconds[key].append(elapsed)
+        if watch is not None:
+            watch(number + 1, WARMUP + rounds)
+    return seconds
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _step(cell: Cell, execution: Execution, device: torch.device) -> Callable[[], None]:
+    """One training step: forward, loss, backward, optimizer."""
+    recipe = cell.recipe
+    classes, shape = IMAGES["imagenet" if recipe.dataset.startswith(FOLDER) else recipe.dataset]
+    if recipe.image_size is not None:
+        shape = (shape[0], recipe.image_size, recipe.image_size)
+    torch.manual_seed(recipe.seed)
+    images = torch.randn(recipe.gradient_batch, *shape, device=device)
+    labels = torch.randint(classes, (recipe.gradient_batch,), device=device)
+    model = models.build(recipe.model, classes=classes, shape=shape, width=recipe.width).to(device)
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.contiguous(memory_format=torch.channels_last)
+    # Batch norm over the whole batch is torch's own: what one would use instead.
+    if recipe.method != "bn" or recipe.statistics_batch != recipe.gradient_batch:
+        model = normalized(model, recipe.method, images[:2], statistics_batch=recipe.statistics_batch, steps=1000)
+    optimizer = optimizer_of(model, recipe)
+    run: nn.Module = torch.compile(model) if execution.compile else model  # type: ignore[assignment]
+    run.train()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with _precision(recipe, device):
+            loss = F.cross_entropy(run(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _precision(recipe: Recipe, device: torch.device) -> Any:
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, kinds.get(recipe.precision), enabled=recipe.precision in kinds)
+
+
+def speed_table(plan: Plan, seconds: dict[str, list[float]]) -> Record:
+    """Images per second, and the speed relative to the first line, round by round."""
+    experiment = plan.experiment
+    dataset, model = plan.datasets[0], plan.models["inception"]
+    first = seconds[plan.arms[0].key]
+    rows = []
+    for arm in plan.arms:
+        taken = seconds[arm.key]
+        row: list[Any] = [model, arm.name, str(arm.setting)]
+        row += [averaged([arm.setting.gradient_batch / each for each in taken])]
+        row += [experiment.paper(arm.key, "images/s", "inception", dataset)]
+        row += [averaged([theirs / ours for theirs, ours in zip(first, taken, strict=True)])]
+        row += [experiment.paper(arm.key, "relative", "inception", dataset)]
+        rows.append(row)
+    return {
+        "title": "Training steps",
+        "columns": [
+            "model",
+            "method",
+            "setting",
+            "images/s",
+            f"{PAPER}: images/s",
+            f"speed relative to {plan.arms[0].name}",
+            f"{PAPER}: relative",
+        ],
+        "rows": rows,
+        "note": f"Mean and standard deviation over {len(first)} rounds of one step each, in turn.",
+    }

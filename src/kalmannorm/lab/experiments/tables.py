@@ -1,0 +1,188 @@
+"""The tables of a trained experiment: our numbers with the paper's beside them, gains, and steps to an accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kalmannorm.lab.experiments.planning import Plan
+from kalmannorm.lab.experiments.results import Finished, Results, averaged, of_cells
+from kalmannorm.lab.experiments.spec import Arm, Claim, Role
+from kalmannorm.lab.records import Record
+
+Table = Record
+"""{"title", "columns": [str], "rows": [[cell]], "note"}."""
+PAPER = "paper"
+GAPS = {
+    "mean_abs": "mean |gap|",
+    "spread": "spread over groups",
+    "observed_mean_abs": "raw: mean |gap|",
+    "observed_spread": "raw: spread",
+}
+
+
+def accuracy_tables(plan: Plan, results: Results) -> list[Table]:
+    """One per data set: a row per net and line, each way of inference with the paper's number beside it."""
+    return [_accuracy_table(plan, results, dataset) for dataset in plan.datasets]
+
+
+def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
+    experiment = plan.experiment
+    known = {
+        mode
+        for mode, _ in experiment.columns
+        for arm in plan.arms
+        for role in plan.models
+        if experiment.paper(arm.key, mode, role, dataset) is not None
+    }
+    columns = ["model", "method", "setting"]
+    for mode, title in experiment.columns:
+        columns += [title, f"{PAPER}: {title}"] if mode in known else [title]
+    columns += ["parameters", f"{PAPER}: parameters"] if experiment.counted else []
+    rows: list[list[Any]] = []
+    for role, model in plan.models.items():
+        for arm in plan.arms:
+            found = of_cells(plan.of(arm, role, dataset), results)
+            row: list[Any] = [model, arm.name, str(arm.setting)]
+            for mode, _ in experiment.columns:
+                row.append(averaged([run.accuracy(mode) for run in found]))
+                if mode in known:
+                    row.append(experiment.paper(arm.key, mode, role, dataset))
+            if experiment.counted:
+                counts = [run.result["parameters"] for run in found]
+                row += [counts[0] if counts else None, experiment.paper(arm.key, "parameters", role, dataset)]
+            rows.append(row)
+    return {
+        "title": f"Test accuracy on {dataset}, %",
+        "columns": columns,
+        "rows": rows,
+        "note": f"The paper's numbers are from its {experiment.source}."
+        + (" They are for another data set or net: compare the order, not the height." if plan.stand_in else ""),
+    }
+
+
+def claims_table(plan: Plan, results: Results) -> list[Table]:
+    """What the paper says BKN gains over another method, and what ours gain, pair by pair of seeds."""
+    experiment = plan.experiment
+    claims = [claim for claim in experiment.claims if claim.role in plan.models]
+    if not claims:
+        return []
+    ours = [arm for arm in plan.arms if arm.method.startswith("bkn")]
+    rows = []
+    for claim in claims:
+        for dataset in plan.datasets:
+            over = next(arm for arm in plan.arms if arm.key == claim.over)
+            row: list[Any] = [plan.models[claim.role], over.label, claim.mode, _when(claim), claim.points]
+            row += [averaged(_gains(plan, results, arm, over, claim, dataset)) for arm in ours]
+            rows.append(row)
+    return [
+        {
+            "title": "Gain over another method, points",
+            "columns": ["model", "over", "inference", "after", f"{PAPER}: BKN", *(arm.name for arm in ours)],
+            "rows": rows,
+            "note": "Differences are taken seed by seed.",
+        }
+    ]
+
+
+def _when(claim: Claim) -> str:
+    return "the whole training" if claim.at is None else f"{claim.at:.0%} of the training"
+
+
+def _gains(plan: Plan, results: Results, arm: Arm, over: Arm, claim: Claim, dataset: str) -> list[float | None]:
+    pairs = zip(plan.of(arm, claim.role, dataset), plan.of(over, claim.role, dataset), strict=True)
+    gains = []
+    for ours, theirs in pairs:
+        if ours.folder in results and theirs.folder in results:
+            a, b = (results[cell.folder].accuracy(claim.mode, claim.at) for cell in (ours, theirs))
+            gains.append(None if a is None or b is None else a - b)
+    return gains
+
+
+def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[Table]:
+    """Steps to the best accuracy of the line that `steps_to` names, seed by seed."""
+    experiment = plan.experiment
+    if experiment.steps_to is None:
+        return []
+    baseline = next(arm for arm in plan.arms if arm.key == experiment.steps_to)
+    rows = []
+    for dataset in plan.datasets:
+        for role, model in plan.models.items():
+            for arm in plan.arms:
+                races = _races(plan, results, arm, baseline, role, dataset, mode)
+                steps = [race.steps for race in races]
+                row: list[Any] = [model, arm.name, averaged([race.target for race in races]), averaged(steps)]
+                row += [experiment.paper(arm.key, "steps", role, dataset)]
+                row += [f"{sum(step is not None for step in steps)} of {len(steps)}"]
+                row += [None if arm == baseline else averaged([race.fewer for race in races])]
+                row += [experiment.paper(arm.key, "fewer steps", role, dataset)]
+                rows.append(row)
+    return [
+        {
+            "title": f"Steps to the best accuracy of {baseline.label}",
+            "columns": [
+                "model",
+                "method",
+                "accuracy to reach, %",
+                "steps",
+                f"{PAPER}: steps",
+                "seeds that reach it",
+                "fewer steps, %",
+                f"{PAPER}: fewer steps, %",
+            ],
+            "rows": rows,
+            "note": f"In {mode} inference: the first evaluated step at which a seed reaches the best that "
+            f"{baseline.name} has with the same seed; averages are over the seeds that reach it.",
+        }
+    ]
+
+
+class _Race:
+    """One seed of a line against the same seed of the baseline."""
+
+    def __init__(self, run: Finished, baseline: Finished, mode: str) -> None:
+        self.target = baseline.best(mode)
+        self.steps = None if self.target is None else run.steps_to(mode, self.target)
+        pace = None if self.target is None else baseline.steps_to(mode, self.target)
+        self.fewer = None if not self.steps or not pace else 100 * (1 - self.steps / pace)
+
+
+def _races(plan: Plan, results: Results, arm: Arm, baseline: Arm, role: Role, dataset: str, mode: str) -> list[_Race]:
+    pairs = zip(plan.of(arm, role, dataset), plan.of(baseline, role, dataset), strict=True)
+    return [
+        _Race(results[ours.folder], results[theirs.folder], mode)
+        for ours, theirs in pairs
+        if ours.folder in results and theirs.folder in results
+    ]
+
+
+def gap_tables(plan: Plan, results: Results) -> list[Table]:
+    """The variance gap of each line over all layers, and layer by layer."""
+    if not plan.experiment.analysed:
+        return []
+    rows: list[list[Any]] = []
+    layers: dict[str, dict[str, list[float | None]]] = {}
+    for dataset in plan.datasets:
+        for arm in plan.arms:
+            records = [
+                run.run.analysis("variance-gap") for run in of_cells(plan.of(arm, "inception", dataset), results)
+            ]
+            found = [record for record in records if record is not None]
+            rows.append([arm.name, *(averaged([record["overall"][kind] for record in found]) for kind in GAPS)])
+            for record in found:
+                for layer in record["layers"]:
+                    layers.setdefault(layer["name"], {}).setdefault(arm.key, []).append(layer["mean_abs"])
+    note = "(variance that training normalizes with - moving variance) / moving variance, per channel and group."
+    return [
+        {
+            "title": "Variance gap over the training set",
+            "columns": ["method", *GAPS.values()],
+            "rows": rows,
+            "note": f"{note} Raw is the observation of the mini-batch alone, before the prior corrects it.",
+        },
+        {
+            "title": "Mean |variance gap| of each layer",
+            "columns": ["layer", *(arm.name for arm in plan.arms)],
+            "rows": [[name, *(averaged(by.get(arm.key, [])) for arm in plan.arms)] for name, by in layers.items()],
+            "note": note,
+        },
+    ]
