@@ -12,6 +12,7 @@ from kalmannorm.cli.compare import compare
 from kalmannorm.cli.data import data
 from kalmannorm.cli.demo import demo
 from kalmannorm.cli.evaluate import evaluate
+from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
 from kalmannorm.lab.errors import LabError
@@ -29,6 +30,7 @@ app.command("train")(train)
 app.command("compare")(compare)
 app.command("evaluate")(evaluate)
 app.command("analyse")(analyse)
+app.command("report")(report)
 app.command("reproduce")(reproduce)
 app.add_typer(data, name="data")
 

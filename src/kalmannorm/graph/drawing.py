@@ -1,11 +1,17 @@
-"""An SVG drawing of who feeds whom: norms in layers from top to bottom, an arrow from every source."""
+"""An SVG drawing of who feeds whom: norms in layers from top to bottom, an arrow from every source.
+
+Colours are attributes, so that the file stands alone, and classes say what they mean, so that the style sheet of a
+page that holds the drawing can give others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-_ROW, _GAP, _HEIGHT, _LETTER, _LANE = 46, 18, 24, 6.4, 14
+_ROW, _GAP, _HEIGHT, _LETTER, _LANE, _TOP = 46, 18, 24, 6.4, 14, 92
+_COLOURS = {"wired": ("#e0f2e9", "#2f855a"), "alone": ("#fff4de", "#b7791f")}
+_LEGEND = (("wired", "has a prior, from the norms before it"), ("alone", "no prior: hover tells why"))
 
 
 def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], str | None]]) -> str:
@@ -18,23 +24,26 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
         rows.setdefault(level[name], []).append(index)
     widths = [max(70.0, _LETTER * (len(name) + len(str(channels)) + 3)) for name, channels, _, _ in norms]
     total = max(sum(widths[i] + _GAP for i in row) for row in rows.values()) + 2 * _GAP
-    total = max(total + 2 * _LANE * max(rows) ** 0.5, _LETTER * 1.25 * len(summary))
+    legend = sum(_LETTER * len(words) + 2 * _GAP for _, words in _LEGEND)
+    total = max(total + 2 * _LANE * max(rows) ** 0.5, _LETTER * 1.25 * len(summary), legend + _GAP)
     place: dict[str, tuple[float, float]] = {}
     for depth, row in rows.items():
         x = (total - sum(widths[i] + _GAP for i in row)) / 2
         for i in row:
-            place[norms[i][0]] = (x + widths[i] / 2, 60 + depth * _ROW)
+            place[norms[i][0]] = (x + widths[i] / 2, _TOP + depth * _ROW)
             x += widths[i] + _GAP
-    height = 60 + (max(rows) + 1) * _ROW
+    height = _TOP + (max(rows) + 1) * _ROW - _GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {total:.0f} {height:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" '
         'font-size="10.5">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        '<rect width="100%" height="100%" class="ground" fill="#ffffff"/>',
         '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
-        '<path d="M0,0 L6,3 L0,6 z" fill="#8a94a6"/></marker></defs>',
-        f'<text x="{_GAP}" y="24" font-size="14" font-weight="bold" fill="#1f2937">{escape(title)}</text>',
-        f'<text x="{_GAP}" y="41" fill="#4b5563">{escape(summary)}</text>',
+        '<path d="M0,0 L6,3 L0,6 z" class="feeds-tip" fill="#8a94a6"/></marker></defs>',
+        f'<text x="{_GAP}" y="24" class="words" font-size="14" font-weight="bold" fill="#1f2937">'
+        f"{escape(title)}</text>",
+        f'<text x="{_GAP}" y="41" class="quiet" fill="#4b5563">{escape(summary)}</text>',
+        *_legend(),
     ]
     edges = {
         depth: _edges([place[norms[i][0]][0] for i in row], [widths[i] for i in row]) for depth, row in rows.items()
@@ -46,6 +55,19 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
     for (name, channels, _, reason), width in zip(norms, widths, strict=True):
         parts.append(_box(place[name], width, name, channels, reason))
     return "\n".join([*parts, "</svg>"])
+
+
+def _legend() -> list[str]:
+    """What the two colours mean, on one line under the summary."""
+    parts, x = [], float(_GAP)
+    for kind, words in _LEGEND:
+        fill, line = _COLOURS[kind]
+        parts.append(
+            f'<rect x="{x:.1f}" y="52" width="12" height="10" rx="2" class="{kind}" fill="{fill}" stroke="{line}"/>'
+            f'<text x="{x + 18:.1f}" y="61" class="quiet" fill="#4b5563">{words}</text>'
+        )
+        x += _LETTER * len(words) + 2 * _GAP
+    return parts
 
 
 def _edges(centres: list[float], widths: list[float]) -> tuple[float, float]:
@@ -65,18 +87,19 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], between: list[t
         c1, c2 = x1 + (side - x1) * 4 / 3, x2 + (side - x2) * 4 / 3
     return (
         f'<path d="M{x1:.1f},{y1:.1f} C{c1:.1f},{y1 + 18:.1f} {c2:.1f},{y2 - 18:.1f} {x2:.1f},{y2:.1f}" '
-        'fill="none" stroke="#8a94a6" stroke-opacity="0.75" marker-end="url(#tip)"/>'
+        'class="feeds" fill="none" stroke="#8a94a6" stroke-opacity="0.75" marker-end="url(#tip)"/>'
     )
 
 
 def _box(centre: tuple[float, float], width: float, name: str, channels: int, reason: str | None) -> str:
     x, y = centre
-    fill, line = ("#e0f2e9", "#2f855a") if reason is None else ("#fff4de", "#b7791f")
+    kind = "wired" if reason is None else "alone"
+    fill, line = _COLOURS[kind]
     note = "wired" if reason is None else f"no prior: {reason}"
     return (
         f"<g><title>{escape(name)}: {escape(note)}</title>"
         f'<rect x="{x - width / 2:.1f}" y="{y - _HEIGHT / 2:.1f}" width="{width:.1f}" height="{_HEIGHT}" rx="5" '
-        f'fill="{fill}" stroke="{line}"/>'
-        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="#1f2937">{escape(name)} '
-        f'<tspan fill="#6b7280">{channels}</tspan></text></g>'
+        f'class="{kind}" fill="{fill}" stroke="{line}"/>'
+        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" class="words" fill="#1f2937">{escape(name)} '
+        f'<tspan class="quiet" fill="#6b7280">{channels}</tspan></text></g>'
     )

@@ -1,0 +1,96 @@
+// Lines with a band of one standard deviation; panels share the y axis; pointing reads all lines at one place.
+function drawCurves(nodes, chart, view) {
+  const shown = (panel) => panel.series.filter((series) => !view.hidden.has(series.label));
+  const places = (series) => (view.steps && series.steps ? series.steps : series.x);
+  const known = chart.panels.flatMap(shown);
+  const tall = [];
+  for (const series of known) {
+    const start = series.x[0] + chart.settle * (series.x[series.x.length - 1] - series.x[0]);
+    series.y.forEach((y, i) => {
+      const std = chart.aside ? 0 : (series.std?.[i] ?? 0); // a whisker may be cut, a band looks wrong then
+      if (y !== null && series.x[i] >= start) tall.push(y - std, y + std);
+    });
+  }
+  const [low, most] = extent(tall, chart.log, chart.aside ? 0.12 : 0.04);
+  const high = Math.min(most, chart.top ?? Infinity);
+  const [first, last] = chart.ticks ? [-0.35, chart.ticks.length - 0.65] : extent(known.flatMap(places), false, 0);
+  const long = chart.ticks && Math.max(...chart.ticks.map((words) => words.length)) > 8;
+
+  chart.panels.forEach((panel, index) => {
+    const label = `${panel.title} ${chart.y}, lines over ${chart.x}. Arrow keys read the values.`;
+    const plot = frame(nodes[index], { height: 220, label, bottom: long ? 92 : 40 });
+    const x = linear(first, last, 0, plot.width);
+    const y = (chart.log ? logarithmic : linear)(low, high, plot.height, 0);
+    axisY(plot, y.ticks(5), y, chart.y);
+    axisX(plot, chart.ticks ? named(chart.ticks, plot.width, long) : x.ticks(Math.min(6, plot.width / 50)), x,
+      view.steps ? "step" : chart.x, { slanted: long, grid: false });
+    const inside = shape(plot.area, "svg", { width: plot.width, height: plot.height, class: "inside" });
+    shown(panel).forEach((series, i, all) => {
+      const aside = chart.aside ? (i - (all.length - 1) / 2) * Math.min(8, plot.width / chart.ticks.length / all.length) : 0;
+      drawLine(inside, series, places(series), (place) => x(place) + aside, y, chart);
+    });
+    const rule = shape(plot.area, "line", { y1: 0, y2: plot.height, class: "rule", visibility: "hidden" });
+    const dots = shape(plot.area, "g");
+
+    const all = [...new Set(shown(panel).flatMap(places))].sort((a, b) => a - b);
+    let current = -1;
+    const read = (index, aloud, at = null) => {
+      if (!all.length) return;
+      current = clamp(index, 0, all.length - 1);
+      const here = all[current];
+      const rows = shown(panel).map((series) => [series, places(series).indexOf(here)])
+        .filter(([series, i]) => i >= 0 && series.y[i] !== null)
+        .sort(([a, i], [b, j]) => b.y[j] - a.y[i]);
+      rule.setAttribute("x1", x(here));
+      rule.setAttribute("x2", x(here));
+      rule.setAttribute("visibility", "visible");
+      dots.replaceChildren();
+      for (const [series, i] of rows) {
+        const up = clamp(y(series.y[i]), 0, plot.height);
+        shape(dots, "circle", { cx: x(here), cy: up, r: 3.5, class: `dot series-${series.colour}` });
+      }
+      const name = chart.ticks ? chart.ticks[here] : `${view.steps ? "step" : chart.x} ${format(here, Number.isInteger(here) ? 0 : 2)}`;
+      tip.show(...inWindow(plot, x(here), at ?? plot.height / 2), [panel.title, name].filter(Boolean).join(" · "),
+        rows.map(([series, i]) => ({
+          label: series.label, colour: series.colour, value: plusMinus(series.y[i], series.std?.[i]),
+        })), aloud);
+    };
+    pointing(plot, {
+      point: (px, py) => {
+        const wanted = x.invert(px);
+        const nearest = all.reduce((best, place, i) => (Math.abs(place - wanted) < Math.abs(all[best] - wanted) ? i : best), 0);
+        read(nearest, false, py);
+      },
+      move: (key) => read(current + (key === "ArrowRight" || key === "ArrowUp" ? 1 : -1), true),
+      leave: () => { rule.setAttribute("visibility", "hidden"); dots.replaceChildren(); tip.hide(); },
+    });
+  });
+}
+
+/** As many of the names as have room. */
+function named(names, width, slanted) {
+  const every = Math.max(1, Math.ceil((names.length * (slanted ? 15 : 44)) / width));
+  return names.map((words, i) => [i, words.length > 16 ? `…${words.slice(-15)}` : words]).filter(([i]) => i % every === 0);
+}
+
+function drawLine(parent, series, places, x, y, chart) {
+  const group = shape(parent, "g", { class: `series-${series.colour}` });
+  const points = series.y.map((value, i) => (value === null ? null : [x(places[i]), value, series.std?.[i] ?? 0])).filter(Boolean);
+  const bottom = (value, std) => y(chart.log ? Math.max(value - std, value / 10) : value - std);
+  if (series.std && chart.aside) {
+    for (const [px, value, std] of points) {
+      if (std) shape(group, "line", { x1: px, x2: px, y1: bottom(value, std), y2: y(value + std), class: "whisker" });
+    }
+  }
+  if (series.std && points.length > 1 && !chart.aside) {
+    const upper = points.map(([px, value, std]) => `${px.toFixed(1)},${y(value + std).toFixed(1)}`);
+    const lower = points.map(([px, value, std]) => `${px.toFixed(1)},${bottom(value, std).toFixed(1)}`).reverse();
+    shape(group, "polygon", { points: [...upper, ...lower].join(" "), class: "band" });
+  }
+  const path = points.map(([px, value]) => `${px.toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+  shape(group, "polyline", { points: path, class: "line", "stroke-dasharray": DATA.dashes[series.colour] });
+  if (chart.ticks || points.length === 1) {
+    const kind = DATA.markers[series.colour % DATA.markers.length];
+    for (const [px, value] of points) marker(group, kind, px, y(value), 3.4, { class: "point" });
+  }
+}

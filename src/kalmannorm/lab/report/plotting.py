@@ -1,0 +1,171 @@
+"""The same charts as image files, by matplotlib; always on white, in the page's light colours."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure as Canvas
+
+from kalmannorm.lab.report import palette
+from kalmannorm.lab.report.charts import Bars, Chart, Curves, Heatmap, Scatter
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#8a929c",
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "legend.frameon": False,
+    "svg.hashsalt": "kalmannorm",
+    "svg.fonttype": "none",
+}
+_MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
+_MOST_LABELS = 14
+
+
+def images(chart: Chart, title: str) -> dict[str, bytes]:
+    """As PNG and SVG."""
+    with matplotlib.rc_context(_STYLE):
+        lines = -(-len(chart.panels) // (4 if isinstance(chart, Heatmap) else 3))
+        columns = -(-len(chart.panels) // lines)
+        height = _height(chart)
+        canvas = Canvas(figsize=(max(3.6 * columns, 4.6), height * lines + 0.5), dpi=150, layout="constrained")
+        axes = canvas.subplots(lines, columns, squeeze=False, sharey=isinstance(chart, Curves)).ravel()
+        for spare in axes[len(chart.panels) :]:
+            spare.set_axis_off()
+        if isinstance(chart, Curves):
+            _curves(canvas, list(axes), chart)
+        elif isinstance(chart, Heatmap):
+            _heatmap(canvas, list(axes), chart)
+        elif isinstance(chart, Scatter):
+            _scatter(list(axes), chart)
+        else:
+            _bars(list(axes), chart)
+        canvas.suptitle(_plain(title), fontsize=11)
+        # Not savefig, which draws twice per format: laid out and drawn once for the PNG, drawn once more for the SVG.
+        png, svg = io.BytesIO(), io.BytesIO()
+        FigureCanvasAgg(canvas).print_png(png)  # type: ignore[no-untyped-call]
+        canvas.set_layout_engine("none")
+        FigureCanvasSVG(canvas).print_svg(svg, metadata={"Date": None})  # type: ignore[no-untyped-call]
+        return {"png": png.getvalue(), "svg": svg.getvalue()}
+
+
+def _height(chart: Chart) -> float:
+    """Of one line of panels, in inches."""
+    if isinstance(chart, Bars):
+        return 0.7 + 0.26 * max(len(group.bars) for group in chart.panels)
+    if isinstance(chart, Heatmap):
+        return min(2.9, 0.9 + 0.14 * max(len(panel.rows) for panel in chart.panels))
+    return 2.9
+
+
+def _plain(words: str) -> str:
+    """A dollar sign would start a formula."""
+    return words.replace("$", r"\$")
+
+
+def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
+    handles = {}
+    for ax, panel in zip(axes, chart.panels, strict=False):
+        for series in panel.series:
+            colour, dash = palette.LIGHT[series.colour], palette.DASHES[series.colour]
+            style: Any = (0, [float(part) for part in dash.split()]) if dash else "-"
+            marker = _MARKERS[palette.MARKERS[series.colour % len(palette.MARKERS)]] if chart.ticks else None
+            y = [float("nan") if value is None else value for value in series.y]
+            (line,) = ax.plot(series.x, y, color=colour, linestyle=style, linewidth=1.5, marker=marker, markersize=4)
+            handles[_plain(series.label)] = line
+            if chart.aside:
+                ax.errorbar(series.x, y, yerr=[s or 0 for s in series.std], fmt="none", ecolor=colour, elinewidth=1)
+            elif series.std:
+                low = [m - (s or 0) for m, s in zip(y, series.std, strict=True)]
+                high = [m + (s or 0) for m, s in zip(y, series.std, strict=True)]
+                ax.fill_between(series.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.set(title=_plain(panel.title), xlabel=chart.x)
+        if chart.log:
+            ax.set_yscale("log")
+        if chart.ticks:
+            every = -(-len(chart.ticks) // _MOST_LABELS)
+            names = [_plain(name) for name in chart.ticks[::every]]
+            long = max(map(len, names)) > 8
+            ax.set_xticks(range(0, len(chart.ticks), every), names, rotation=60 if long else 0)
+            ax.set_xlim(-0.35, len(chart.ticks) - 0.65)
+    axes[0].set_ylabel(chart.y)
+    if not chart.log:
+        axes[0].set_ylim(y_range(chart))
+    canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+
+
+def y_range(chart: Curves) -> tuple[float, float]:
+    """What is drawn, without the first epochs where they would flatten the rest; the page does the same."""
+    known: list[float] = []
+    for panel in chart.panels:
+        for series in panel.series:
+            start = series.x[0] + chart.settle * (series.x[-1] - series.x[0])
+            for i, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+                if y is not None and x >= start:
+                    std = 0.0 if chart.aside else (series.std[i] if series.std else None) or 0.0
+                    known += [y - std, y + std]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    edge = (0.12 if chart.aside else 0.04) * (high - low) or 0.5
+    return low - edge, min(high + edge, chart.top or math.inf)
+
+
+def _heatmap(canvas: Canvas, axes: list[Axes], chart: Heatmap) -> None:
+    stops = (palette.DIVERGING if chart.diverging else palette.SEQUENTIAL)[0]
+    shades = LinearSegmentedColormap.from_list("report", list(stops))
+    shown = None
+    for ax, panel in zip(axes, chart.panels, strict=False):
+        values = [[float("nan") if value is None else value for value in row] for row in panel.values]
+        shown = ax.imshow(values, cmap=shades, vmin=chart.low, vmax=chart.high, aspect="auto", interpolation="nearest")
+        ax.set(title=_plain(panel.title), xlabel=chart.x, ylabel=chart.y)
+        ax.grid(False)
+        places = range(0, len(panel.columns), max(1, len(panel.columns) // 5))
+        ax.set_xticks(list(places), [f"{panel.columns[i]:g}" for i in places])
+        places = range(0, len(panel.rows), -(-len(panel.rows) // _MOST_LABELS))
+        ax.set_yticks(list(places), [_plain(panel.rows[i]) for i in places])
+    if shown is not None:
+        canvas.colorbar(shown, ax=axes, label=chart.value, extend="both" if chart.diverging else "neither")
+
+
+def _scatter(axes: list[Axes], chart: Scatter) -> None:
+    for ax, panel in zip(axes, chart.panels, strict=False):
+        ax.scatter(panel.x, panel.y, s=14, color=palette.LIGHT[chart.colour], alpha=0.65, linewidth=0)
+        both = [*panel.x, *panel.y]
+        ax.plot([min(both), max(both)], [min(both), max(both)], color="#8a929c", linewidth=1)
+        ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+        if panel.log:
+            ax.set(xscale="log", yscale="log")
+
+
+def _bars(axes: list[Axes], chart: Bars) -> None:
+    top = max(bar.value + (bar.std or 0) for group in chart.panels for bar in group.bars)
+    for ax, group in zip(axes, chart.panels, strict=False):
+        names = [_plain(bar.label) for bar in group.bars]
+        drawn = ax.barh(
+            names,
+            [bar.value for bar in group.bars],
+            color=[palette.LIGHT[bar.colour] for bar in group.bars],
+            height=0.6,
+        )
+        ax.errorbar(
+            [bar.value for bar in group.bars],
+            names,
+            xerr=[bar.std or 0 for bar in group.bars],
+            fmt="none",
+            ecolor="#535457",
+        )
+        ax.bar_label(drawn, [bar.text for bar in group.bars], padding=6)
+        ax.set(title=_plain(group.title), xlabel=chart.value, xticks=[])
+        ax.set_xlim(0, (top or 1) * 1.35)
+        ax.spines["bottom"].set_visible(False)
+        ax.invert_yaxis()
+        ax.grid(False)

@@ -1,0 +1,192 @@
+"""What the numbers of these very runs show, in plain sentences. Nothing here knows what the answer should be."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kalmannorm.lab.methods import METHODS
+from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.costs import hardware
+from kalmannorm.lab.report.gains import final
+from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.wording import accuracy, counted, listed, number
+from kalmannorm.lab.setting import Setting
+
+_POINT = 1.0
+"""A change in accuracy that is worth a verb, in %."""
+
+
+def what(comparison: Comparison) -> str:
+    """What was compared, in one sentence."""
+    seeds = {len(runs) for runs in comparison.cells.values()}
+    epochs = comparison.common.get("epochs")
+    made = f"{counted(len(comparison.variants), 'method')} at {counted(len(comparison.settings), 'setting')}"
+    if seeds:
+        fewest, most = min(seeds), max(seeds)
+        made += f", {counted(most, 'seed') if fewest == most else f'{fewest} to {most} seeds'} each"
+    if epochs is not None:
+        made += f", {epochs:g} epochs"
+    return f"{comparison.model} on {comparison.dataset}: {made}."
+
+
+def sentences(comparison: Comparison) -> list[str]:
+    """On accuracy, and on the runs that did not end as they should."""
+    return [*_falls(comparison), *_best(comparison), *_states(comparison)]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A method at a setting, beside itself at the largest statistics batch."""
+
+    variant: Variant
+    now: Spread
+    before: Spread | None
+    diverged: int
+
+    @property
+    def verb(self) -> str:
+        if self.diverged:
+            return f"diverges in {self.diverged} of {counted(self.now.n, 'seed')} and averages"
+        if self.before is None:
+            return "reaches"
+        change = self.now.mean - self.before.mean
+        if abs(change) < _POINT:
+            return "holds"
+        if apart(self.now, self.before) is False:
+            return "is at"
+        return "falls to" if change < 0 else "rises to"
+
+
+def _of(comparison: Comparison, *methods: str) -> list[Variant]:
+    return [variant for variant in comparison.variants if variant.method in methods]
+
+
+def _falls(comparison: Comparison) -> list[str]:
+    """Batch norm beside the best filter where they differ most: at each smaller statistics batch the largest
+    difference, and always the smallest one in population mode."""
+    baselines, filters = _of(comparison, "bn"), _kalman(comparison)
+    if not baselines or not filters:
+        return []
+    smallest = comparison.settings[-1]
+    told: list[str] = []
+    for setting in reversed(comparison.settings):
+        stories = []
+        for mode in comparison.modes:
+            pair = _pair(comparison, baselines[0], filters, setting, mode)
+            if pair is not None:
+                stories.append((abs(pair[0].now.mean - pair[1].now.mean), mode, pair))
+        if not stories or (setting == comparison.settings[0] and len(comparison.settings) > 1):
+            continue
+        stories.sort(key=lambda story: -story[0])
+        kept = [story for story in stories if story is stories[0] or (setting == smallest and story[1] == "population")]
+        told += [_story(setting, mode, *pair) for _, mode, pair in sorted(kept, key=lambda s: s[1] != "population")]
+    return told
+
+
+def _kalman(comparison: Comparison) -> list[Variant]:
+    return [v for v in comparison.variants if v.method in METHODS and METHODS[v.method].to == "kalman"]
+
+
+def _pair(
+    comparison: Comparison, baseline: Variant, filters: Sequence[Variant], setting: Setting, mode: str
+) -> tuple[_Change, _Change] | None:
+    one = _change(comparison, baseline, setting, mode)
+    others = [_change(comparison, variant, setting, mode) for variant in filters]
+    known = [change for change in others if change is not None]
+    return (one, max(known, key=lambda change: change.now.mean)) if one is not None and known else None
+
+
+def _change(comparison: Comparison, variant: Variant, setting: Setting, mode: str) -> _Change | None:
+    now = comparison.accuracy(variant, setting, mode)
+    same = [s for s in comparison.settings if s.gradient_batch == setting.gradient_batch]
+    before = None if same[0] == setting else comparison.accuracy(variant, same[0], mode)
+    return None if now is None else _Change(variant, now, before, comparison.diverged(variant, setting))
+
+
+def _story(setting: Setting, mode: str, one: _Change, other: _Change) -> str:
+    start = f"At {setting} in {mode} mode {one.variant.label} {one.verb} {accuracy(one.now)} %"
+    if one.before is not None and one.verb.endswith(" to"):
+        start += f" from {accuracy(one.before)}"
+    if apart(one.now, other.now) is False and not one.diverged:
+        return f"{start}; {other.variant.label}, at {accuracy(other.now)}, does not differ by more than the spread."
+    verb = other.verb
+    if verb == one.verb and not other.diverged:
+        verb = verb.partition(" ")[2]  # "falls to 86.3, BKN to 91.0"
+    alone = " (one seed: the spread is unknown)" if apart(one.now, other.now) is None else ""
+    return f"{start}, {' '.join(filter(None, (other.variant.label, verb, accuracy(other.now))))}{alone}."
+
+
+def _best(comparison: Comparison) -> list[str]:
+    """The best of all methods and ways of inference at the smallest statistics batch, and the first beside it."""
+    if not comparison.settings:
+        return []
+    setting = comparison.settings[-1]
+    cells = [
+        (value, variant, mode)
+        for variant in comparison.variants
+        for mode in comparison.modes
+        if (value := comparison.accuracy(variant, setting, mode)) is not None
+    ]
+    if len({variant for _, variant, _ in cells}) < 2:
+        return []
+    cells.sort(key=lambda cell: -cell[0].mean)
+    value, variant, mode = cells[0]
+    rival, second, way = next(cell for cell in cells if cell[1] != variant)
+    text = f"The best at {setting} is {variant.label} in {mode} mode, {accuracy(value)} %"
+    text += f"; next is {second.label} in {way} mode, {accuracy(rival)}"
+    if apart(value, rival) is False:
+        text += ", no difference beyond the spread"
+    return [text + "."]
+
+
+def on_gains(comparison: Comparison) -> list[str]:
+    told = []
+    for variant in _kalman(comparison):
+        means = []
+        for setting in comparison.settings:
+            values = [q for run in comparison.cells.get((variant, setting), []) for q in final(run).values()]
+            if values:
+                means.append(f"{number(statistics.fmean(values), 2)} at {setting}")
+        if means:
+            told.append(f"The gain q of {variant.label}, averaged over layers, ended at {listed(means)}.")
+    return told
+
+
+def on_speed(comparison: Comparison) -> list[str]:
+    """As a ratio to batch norm, on one kind of machine only."""
+    baselines = _of(comparison, "bn")
+    if not baselines or len(hardware(comparison)) != 1:
+        return []
+    told = []
+    for variant in comparison.variants:
+        ratios = []
+        for setting in comparison.settings:
+            one = comparison.measured(variant, setting, "images_per_second")
+            base = comparison.measured(baselines[0], setting, "images_per_second")
+            if one is not None and base is not None and base.mean > 0:
+                ratios.append(one.mean / base.mean)
+        if ratios and variant != baselines[0]:
+            told.append(f"{variant.label} {number(statistics.median(ratios), 2)}")
+    label = baselines[0].label
+    return [f"Training speed, as a ratio to {label} (median over settings): {', '.join(told)}."] if told else []
+
+
+def _states(comparison: Comparison) -> list[str]:
+    told = []
+    for state, one, many in (
+        ("diverged", "diverged and counts as it ended", "diverged and count as they ended"),
+        ("unfinished", "is unfinished and enters no average", "are unfinished and enter no average"),
+        ("repeated", "has a later twin that counts instead", "have later twins that count instead"),
+    ):
+        runs = [run.run.recipe for run in comparison.runs if run.state == state]
+        if runs:
+            labels = [f"{_title(recipe.method)} {recipe.setting} seed {recipe.seed}" for recipe in runs]
+            names = listed(labels) if len(labels) <= 3 else f"{', '.join(labels[:3])} and {len(labels) - 3} more"
+            told.append(f"{counted(len(runs), 'run')} {one if len(runs) == 1 else many}: {names}.")
+    return told
+
+
+def _title(method: str) -> str:
+    return METHODS[method].title if method in METHODS else method

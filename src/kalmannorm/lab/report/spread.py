@@ -1,0 +1,37 @@
+"""What several seeds say together: mean, standard deviation, and whether two of them differ by more than chance."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """`std` is the sample's (divided by n - 1), None for a single seed."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": self.mean, "std": self.std, "n": self.n}
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the values that are there; None where there is none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+def apart(one: Spread, other: Spread) -> bool | None:
+    """Whether the difference exceeds twice its standard error; None where a single seed leaves that unknown."""
+    if one.std is None or other.std is None:
+        return None
+    error = math.sqrt(one.std**2 / one.n + other.std**2 / other.n)
+    return abs(one.mean - other.mean) > 2 * error

@@ -1,0 +1,187 @@
+"""The tables of the page: methods × settings × ways of inference, and those that experiments bring along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kalmannorm.lab.records import Record
+from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.markup import Markup, element, joined
+from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.wording import accuracy, number, option, plus_minus
+from kalmannorm.lab.setting import Setting
+
+_SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
+"""Points below the best of the table at which a cell is tinted more strongly."""
+
+
+def results(comparison: Comparison) -> Markup:
+    """Accuracy of every cell, the best of each column marked with all that are not apart from it."""
+    columns = [
+        (setting, mode)
+        for setting in comparison.settings
+        for mode in comparison.modes
+        if any(comparison.accuracy(variant, setting, mode) for variant in comparison.variants)
+    ]
+    if not columns:
+        return element("p", "No run has finished yet.", class_="muted")
+    groups = [(s, sum(column[0] == s for column in columns)) for s in dict.fromkeys(s for s, _ in columns)]
+    first = {(s, next(mode for setting, mode in columns if setting == s)) for s, _ in groups}
+    head = joined(
+        element(
+            "tr",
+            element("th", _sorter("Method"), rowspan=2, scope="col", class_="name"),
+            *(element("th", str(s), colspan=span, scope="colgroup", class_="group") for s, span in groups),
+        ),
+        element("tr", *(element("th", _sorter(m), scope="col", class_=_edge((s, m), first)) for s, m in columns)),
+    )
+    values = {
+        (variant, column): value
+        for variant in comparison.variants
+        for column in columns
+        if (value := comparison.accuracy(variant, *column)) is not None
+    }
+    top = max(value.mean for value in values.values())
+    rows = []
+    for order, variant in enumerate(comparison.variants):
+        cells = [element("th", _swatch(variant), variant.label, scope="row", class_="name", data_value=order)]
+        for column in columns:
+            value = values.get((variant, column))
+            column_values = [values[other, column] for other in comparison.variants if (other, column) in values]
+            cells.append(_cell(comparison, variant, column, value, column_values, top, _edge(column, first)))
+        rows.append(element("tr", *cells))
+    name = f"Test accuracy of {comparison.title}"
+    return joined(_box(name, head, rows), _legend(comparison, list(values.values())))
+
+
+def _edge(column: tuple[Setting, str], first: set[tuple[Setting, str]]) -> str | None:
+    return "edge" if column in first else None
+
+
+def _swatch(variant: Variant) -> Markup:
+    return element("span", class_=f"swatch series-{variant.colour}", aria_hidden="true")
+
+
+def _sorter(label: str) -> Markup:
+    """A button, so that Enter, space and a tap sort as a click does."""
+    return element("button", label, element("span", class_="arrow", aria_hidden="true"), type="button", class_="sort")
+
+
+def _cell(
+    comparison: Comparison,
+    variant: Variant,
+    column: tuple[Setting, str],
+    value: Spread | None,
+    column_values: Sequence[Spread],
+    top: float,
+    edge: str | None,
+) -> Markup:
+    if value is None:
+        missing = "no such run, or no such way of inference"
+        return element("td", "–", title=missing, class_=" ".join(filter(None, ("none", edge))))
+    best = max(column_values, key=lambda other: other.mean)
+    diverged = comparison.diverged(variant, column[0])
+    level = apart(value, best) is False and not diverged  # the spread of a failure is no merit
+    classes = ["best"] if value is best else ["level"] if level else []
+    fall = sum(top - value.mean >= limit for limit in _SHORTFALLS)
+    classes += [f"fall-{fall}"] if fall else []
+    title = f"{variant.label} {column[0]}, {column[1]}: mean of n = {value.n}"
+    title += f", {diverged} diverged" if diverged else ""
+    tail = None if value.std is None else element("span", f" ± {number(value.std, 1)}", class_="std")
+    mark = element("sup", "†") if diverged else None
+    return element(
+        "td",
+        element("span", number(value.mean, 1), class_="mean"),
+        mark,
+        tail,
+        class_=" ".join([*classes, *([edge] if edge else [])]) or None,
+        data_value=f"{value.mean:.4f}",
+        title=title,
+    )
+
+
+def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
+    counts = sorted({value.n for value in values})
+    parts = [
+        "Test accuracy in %, mean ± standard deviation over "
+        + (f"{counts[0]} seeds." if len(counts) == 1 and counts[0] > 1 else "seeds; hover tells how many."),
+        "Bold: best of its column, and all that differ from it by no more than twice the standard error.",
+        "Tint: 2, 5, 10 or 20 points below the best of the table.",
+    ]
+    if counts == [1]:
+        parts[:2] = ["Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column."]
+    if any(run.state == "diverged" for run in comparison.counting):
+        parts.append("† holds diverged runs, with the accuracy they ended with; it is never level with the best.")
+    return element("p", " ".join(parts), class_="note")
+
+
+def settings_line(comparison: Comparison) -> Markup:
+    """What all these runs share, and what else they differ in."""
+    shared = {n: v for n, v in comparison.common.items() if v is not None and (n != "augment" or not v)}
+    said = [option(name, value) for name, value in shared.items() if value not in (False, 0, 0.0) or name == "augment"]
+    parts: list[object] = [element("strong", "Shared by all runs: "), ", ".join(said) + "."]
+    if comparison.differing:
+        differ = [f"{n.replace('_', ' ')} ({', '.join(map(_value, v))})" for n, v in comparison.differing.items()]
+        parts += [" ", element("strong", "They differ in "), "; ".join(differ) + "."]
+    return element("p", *parts, class_="note")
+
+
+def _value(value: Any) -> str:
+    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def brought(table: Record) -> Markup:
+    """A table of an experiment; columns that name the paper are set apart from ours."""
+    columns = [str(name) for name in table.get("columns") or []]
+    paper = {i for i, name in enumerate(columns) if "paper" in name.lower()}
+    heads = [
+        element("th", _sorter(name), scope="col", class_=" ".join(_classes(i, paper)) or None)
+        for i, name in enumerate(columns)
+    ]
+    rows = []
+    for order, cells in enumerate(table.get("rows") or []):
+        made = []
+        for i, cell in enumerate(cells):
+            words, key = cell_text(cell)
+            known = (
+                element("span", words, title=f"n = {cell['n']}") if isinstance(cell, dict) and "n" in cell else words
+            )
+            kind = " ".join([*_classes(i, paper), *(["text"] if key is None and words != "–" else [])]) or None
+            if i == 0:
+                made.append(element("th", known, scope="row", class_=kind, data_value=order if key is None else key))
+            else:
+                made.append(element("td", known, class_=kind, data_value=words if key is None else key))
+        rows.append(element("tr", *made))
+    title, note = str(table.get("title") or ""), table.get("note")
+    return joined(
+        element("h4", title) if title else None,
+        _box(title or "Table", element("tr", *heads), rows),
+        element("p", note, class_="note") if note else None,
+    )
+
+
+def _classes(column: int, paper: set[int]) -> list[str]:
+    return [*(["name"] if column == 0 else []), *(["paper"] if column in paper else [])]
+
+
+def cell_text(cell: Any) -> tuple[str, float | None]:
+    """How a cell of an experiment's table reads, and what it sorts by."""
+    if isinstance(cell, dict) and isinstance(cell.get("mean"), (int, float)):
+        std = cell.get("std")
+        value = Spread(cell["mean"], std if isinstance(std, (int, float)) else None, cell.get("n") or 1)
+        places = 1 if 10 <= abs(value.mean) <= 100 else None
+        return (accuracy(value) if places else plus_minus(value)), value.mean
+    if isinstance(cell, bool):
+        return ("yes" if cell else "no"), None
+    if isinstance(cell, (int, float)):
+        return number(cell), float(cell)
+    return ("–" if cell is None or isinstance(cell, (dict, list)) else str(cell)), None
+
+
+def _box(name: str, head: object, rows: Sequence[Markup]) -> Markup:
+    """Wide tables scroll in their box, never the page; the box takes the focus so that keys can scroll it."""
+    table = element(
+        "table", element("caption", name), element("thead", head), element("tbody", *rows), class_="sortable"
+    )
+    return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)
