@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -99,21 +99,16 @@ class LiveTable(Screen):
 
     def table(self) -> Table:
         modes = [mode for mode in INFERENCE_MODES if any(mode in cell.accuracy for cell in self.progress.cells)]
-        wide = self.console.width >= 70 + 12 * len(modes)
+        names = ["", "setting", "runs", "epoch", "loss", *modes, "images/s", "left"]
+        if self.console.width < 70 + 12 * len(modes):
+            names = [name for name in names if name not in ("epoch", "loss", "images/s")]
         table = Table(box=None, pad_edge=False, caption=self._caption(), caption_justify="left", header_style="bold")
-        table.add_column("")
-        table.add_column("setting")
-        table.add_column("runs")
-        table.add_column("epoch", justify="right")
-        if wide:
-            table.add_column("loss", justify="right")
-        for mode in modes:
-            table.add_column(mode, justify="right", min_width=10)
-        if wide:
-            table.add_column("images/s", justify="right")
-        table.add_column("left", justify="right")
+        for name in names:
+            justify: JustifyMethod = "left" if name in ("", "setting", "runs") else "right"
+            table.add_column(name, justify=justify, min_width=10 if name in modes else None, no_wrap=True)
         for row in self._shown():
-            self._add(table, row, modes, wide)
+            line = self._line(row)
+            table.add_row(*(line.get(name, "") for name in names))
         return table
 
     def _shown(self) -> list[Row]:
@@ -131,26 +126,24 @@ class LiveTable(Screen):
         chosen = {id(row) for row in sorted(self.progress.rows, key=urgency)[: max(room, 1)]}
         return [row for row in self.progress.rows if id(row) in chosen]
 
-    def _add(self, table: Table, row: Row, modes: Sequence[str], wide: bool) -> None:
+    def _line(self, row: Row) -> dict[str, RenderableType]:
+        """By column."""
         cells = self.progress.of(row)
         ended = [cell for cell in cells if cell.state in ("finished", "diverged")]
         running = [cell for cell in cells if cell.state == "running"]
         heard = [cell for cell in running if cell.first is not None]
-        scored = ended or [cell for cell in running if cell.accuracy]
-        style = "" if ended else "dim"  # those of runs under way are not yet results
-        line: list[Text | ProgressBar | str] = [row.title, row.setting, _bar(cells)]
-        line.append(f"{max(cell.epoch for cell in heard):.1f}" if heard else "")
-        losses = [cell.loss for cell in heard if cell.loss is not None]
-        if wide:
-            line.append(f"{losses[-1]:.3f}" if losses else "")
-        for mode in modes:
-            found = spread(cell.accuracy.get(mode) for cell in scored)
-            line.append(Text(accuracy(found) if found else "", style=style))
-        if wide:
-            speed = spread(cell.images_per_second for cell in heard or ended)
-            line.append(number(speed.mean, 0) if speed else "")
-        line.append(_left(running, self.progress.clock()) or _verdict(cells))
-        table.add_row(*line)
+        line: dict[str, RenderableType] = {"": row.title, "setting": row.setting, "runs": _bar(cells)}
+        if heard:
+            line |= {"epoch": f"{heard[-1].epoch:.1f}", "loss": f"{heard[-1].loss:.3f}"}
+        for mode in INFERENCE_MODES:
+            found = spread(cell.accuracy.get(mode) for cell in ended or running)
+            if found is not None:  # dim where no run has ended: not yet a result
+                line[mode] = Text(accuracy(found), style="" if ended else "dim")
+        speed = spread(cell.images_per_second for cell in heard or ended)
+        if speed is not None:
+            line["images/s"] = number(speed.mean, 0)
+        line["left"] = _left(running, self.progress.clock()) or _verdict(cells)
+        return line
 
     def _caption(self) -> Text:
         total = len(self.progress.cells)
@@ -169,7 +162,7 @@ def _bar(cells: Sequence[CellProgress]) -> ProgressBar:
     broken = any(cell.state in ("failed", "diverged") for cell in cells)
     style = "red" if broken else "green"
     done = sum(1.0 if cell.over else cell.fraction for cell in cells)
-    return ProgressBar(len(cells), done, width=12, complete_style=style, finished_style=style)
+    return ProgressBar(len(cells), done, width=8, complete_style=style, finished_style=style)
 
 
 def _left(running: Sequence[CellProgress], now: float) -> str:
