@@ -1,0 +1,221 @@
+"""The backward of `triton_norm.py`: reduce, filter, apply, streamed or on chip, and the sums over groups.
+
+With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
+and from these dx = γρ g + b (x - x̄) + c is linear in g and x: docs/equations.md.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kalmannorm.kernels.triton_norm import load_row, tile_at, update_backward
+
+
+@triton.jit
+def gradient_at(
+    g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr, RESIDUAL: tl.constexpr
+):  # fmt: skip
+    """What arrives before the activation: where the ReLU let nothing through, nothing comes back."""
+    g = tl.load(g_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        if RESIDUAL:
+            passed = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) > 0.0
+        else:
+            passed = (x - mean[None, :]) * scale[None, :] + shift[None, :] > 0.0
+        g = tl.where(passed, g, 0.0)
+    return g
+
+
+@triton.jit
+def settle(
+    sum_g, sum_gx, group, groups, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
+    N, C, L, m, weight_row, prior_row, gain_step, eps,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """From a group's Σ g and Σ g (x - mean): its rows for the parameters, stored; slope b and constant c of its dx."""
+    row = group.to(tl.int64) * C + channel
+    plane = groups.to(tl.int64) * C
+    rho = tl.rsqrt(tl.load(var_ptr + row, mask=in_c, other=1.0) + eps)
+    scale = rho * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    sum_gx *= rho
+    tl.store(rows_ptr + row, sum_gx, mask=in_c)
+    tl.store(rows_ptr + plane + row, sum_g, mask=in_c)
+    at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR) - scale * sum_g
+    at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR) - 0.5 * scale * rho * sum_gx
+    if PRIOR:
+        q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
+        at_mean, at_var, prior_mean, prior_var, at_q = update_backward(
+            at_mean,
+            at_var,
+            tl.load(observed_mean_ptr + row, mask=in_c, other=0.0),
+            tl.load(observed_var_ptr + row, mask=in_c, other=1.0),
+            tl.load(prior_mean_ptr + group * prior_row + channel, mask=in_c, other=0.0),
+            tl.load(prior_var_ptr + group * prior_row + channel, mask=in_c, other=1.0),
+            q,
+        )
+        tl.store(rows_ptr + 2 * plane + row, prior_mean, mask=in_c)
+        tl.store(rows_ptr + 3 * plane + row, prior_var, mask=in_c)
+        tl.store(rows_ptr + 4 * plane + row, at_q, mask=in_c)
+    count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
+    at_mean += load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    at_var += load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    return 2.0 * at_var / count, at_mean / count
+
+
+@triton.jit
+def backward_kernel(
+    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
+    N, C, L, m, chunks, weight_row, prior_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """On chip: dx of one group and BC channels, and its rows (5, G, C) for the parameters."""
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    lanes_g = tl.zeros([BR, BC], tl.float32)
+    lanes_gx = tl.zeros([BR, BC], tl.float32)
+    for chunk in range(chunks):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        lanes_g += g
+        lanes_gx += g * (x - mean[None, :])
+    slope, constant = settle(
+        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, groups, channel, in_c,
+        weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
+        N, C, L, m, weight_row, prior_row, gain_step, eps, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    for chunk in range(chunks):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if RESIDUAL:
+            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_reduce_kernel(
+    g_ptr, x_ptr, y_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C)."""
+    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    groups = tl.num_programs(2)
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    lanes_g = tl.zeros([BR, BC], tl.float32)
+    lanes_gx = tl.zeros([BR, BC], tl.float32)
+    start = split * chunks_per_split
+    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        lanes_g += g
+        lanes_gx += g * (x - mean[None, :])
+    share = (split * groups + group).to(tl.int64) * C + channel
+    plane = (tl.num_programs(1) * groups).to(tl.int64) * C
+    tl.store(partial_ptr + share, tl.sum(lanes_g, 0), mask=in_c)
+    tl.store(partial_ptr + plane + share, tl.sum(lanes_gx, 0), mask=in_c)
+
+
+@triton.jit
+def backward_filter_kernel(
+    partial_ptr, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, line_ptr, rows_ptr,
+    N, G, C, L, m, splits, weight_row, prior_row, gain_step, eps,
+    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """Streamed, second: slope and constant of dx (2, G, C), and the rows (5, G, C) for the parameters."""
+    group = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    split = tl.arange(0, BS)
+    mask = (split < splits)[:, None] & in_c[None, :]
+    share = (split.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
+    plane = tl.full([1], G, tl.int64) * C
+    slope, constant = settle(
+        tl.sum(tl.load(partial_ptr + share, mask=mask, other=0.0), 0),
+        tl.sum(tl.load(partial_ptr + splits * plane + share, mask=mask, other=0.0), 0),
+        group, tl.num_programs(0), channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
+        N, C, L, m, weight_row, prior_row, gain_step, eps, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    row = group.to(tl.int64) * C + channel
+    tl.store(line_ptr + row, slope, mask=in_c)
+    tl.store(line_ptr + plane + row, constant, mask=in_c)
+
+
+@triton.jit
+def backward_apply_kernel(
+    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
+    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Streamed, third: dx, and the residual's gradient."""
+    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
+    slope = tl.load(line_ptr + row, mask=in_c, other=0.0)
+    constant = tl.load(line_ptr + tl.num_programs(2).to(tl.int64) * C + row, mask=in_c, other=0.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    start = split * chunks_per_split
+    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if RESIDUAL:
+            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fold_kernel(rows_ptr, folded_ptr, G, C, BG: tl.constexpr, BC: tl.constexpr):
+    """Rows (K, G, C) summed over the groups, in fixed order: (K, C)."""
+    kind = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    lanes = tl.zeros([BG, BC], tl.float32)
+    for start in range(0, G, BG):
+        group = start + tl.arange(0, BG)
+        at = (kind * G + group)[:, None] * C + channel[None, :]
+        lanes += tl.load(rows_ptr + at, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
+    tl.store(folded_ptr + kind * C + channel, tl.sum(lanes, 0), mask=in_c)

@@ -1,0 +1,223 @@
+"""The op as Triton kernels: reduce, filter, apply; imported on the CUDA path only. The backward: `triton_gradient.py`.
+
+x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
+because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
+lanes keeps a running mean and sum of squared deviations (Welford), and lanes, tiles and programs are merged in fixed
+order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are float32.
+
+    streamed    reduce -> filter -> apply      many programs share a group: 3B forward, 5B backward
+    on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
+
+With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
+before the ReLU, the sign of the saved output is the mask.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """Offsets [BR, BC] into x of a group's chunk, and which of its lanes hold a value [BR]."""
+    lane = tl.arange(0, BR)
+    first = (group * m).to(tl.int64)
+    if CHANNELS_LAST:
+        row = chunk * BR + lane
+        rows = tl.minimum(N - group * m, m) * L
+        valid = row < rows
+        offset = first * L * C + row.to(tl.int64)[:, None] * C + channel[None, :]
+    else:
+        per_example = tl.cdiv(L, BR)
+        example = chunk // per_example
+        position = (chunk % per_example) * BR + lane
+        valid = (position < L) & (group * m + example < N)
+        offset = ((first + example) * C + channel[None, :]) * L + position[:, None]
+    return offset, valid
+
+
+@triton.jit
+def merge_lanes(count, mean, squares):
+    """Lanes [BR], [BR, BC], [BR, BC] into one row: how many values, their mean, their sum of squared deviations."""
+    total = tl.sum(count, 0)
+    safe = tl.maximum(total, 1.0)
+    merged = tl.sum(mean * count[:, None], 0) / safe
+    away = mean - merged[None, :]
+    return total, merged, tl.sum(squares + count[:, None] * away * away, 0)
+
+
+@triton.jit
+def welford(x, valid, count, mean, squares):
+    """One more value for every valid lane."""
+    count += valid.to(tl.float32)
+    away = tl.where(valid[:, None], x - mean, 0.0)
+    mean += away * (1.0 / tl.maximum(count, 1.0))[:, None]
+    squares += tl.where(valid[:, None], away * (x - mean), 0.0)
+    return count, mean, squares
+
+
+@triton.jit
+def update(mean, var, prior_mean, prior_var, q):
+    """The filter: prior and observation fused."""
+    p = 1.0 - q
+    d = mean - prior_mean
+    return prior_mean + q * d, p * prior_var + q * var + p * q * d * d
+
+
+@triton.jit
+def update_backward(at_mean, at_var, mean, var, prior_mean, prior_var, q):
+    """Gradients at the observation, at the prior and at the gain, from those at the posterior."""
+    p = 1.0 - q
+    d = mean - prior_mean
+    at_d = q * at_mean + 2.0 * q * p * d * at_var
+    at_q = at_mean * d + at_var * (var - prior_var + (1.0 - 2.0 * q) * d * d)
+    return at_d, q * at_var, at_mean - at_d, p * at_var, at_q
+
+
+@triton.jit
+def load_row(pointer, at, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
+    """Parameters as float32; `fill` where there are none."""
+    if GIVEN:
+        return tl.load(pointer + at, mask=mask, other=fill).to(tl.float32)
+    return tl.full(at.shape, fill, tl.float32)
+
+
+@triton.jit
+def activated(z, RELU: tl.constexpr):
+    return tl.maximum(z, 0.0) if RELU else z
+
+
+@triton.jit
+def settle(
+    total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR: tl.constexpr,
+):  # fmt: skip
+    """A group's observation and, after the filter, its posterior, both stored; returns the posterior."""
+    var = squared / total
+    row = group.to(tl.int64) * C + channel
+    tl.store(observed_mean_ptr + row, mean, mask=in_c)
+    tl.store(observed_var_ptr + row, var, mask=in_c)
+    if PRIOR:
+        q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
+        prior_mean = tl.load(prior_mean_ptr + group * prior_row + channel, mask=in_c, other=0.0)
+        prior_var = tl.load(prior_var_ptr + group * prior_row + channel, mask=in_c, other=1.0)
+        mean, var = update(mean, var, prior_mean, prior_var, q)
+    tl.store(mean_ptr + row, mean, mask=in_c)
+    tl.store(var_ptr + row, var, mask=in_c)
+    return mean, var
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    N, C, L, m, chunks, weight_row, prior_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """On chip: the whole forward of one group and BC channels."""
+    group = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    count = tl.zeros([BR], tl.float32)
+    means = tl.zeros([BR, BC], tl.float32)
+    squares = tl.zeros([BR, BC], tl.float32)
+    for chunk in range(chunks):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count, means, squares = welford(x, valid, count, means, squares)
+    total, mean, squared = merge_lanes(count, means, squares)
+    mean, var = settle(
+        total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR,
+    )  # fmt: skip
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    for chunk in range(chunks):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        if RESIDUAL:
+            z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def reduce_kernel(
+    x_ptr, partial_ptr, count_ptr, N, C, L, m, chunks, chunks_per_split,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
+    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    groups = tl.num_programs(2)
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    count = tl.zeros([BR], tl.float32)
+    means = tl.zeros([BR, BC], tl.float32)
+    squares = tl.zeros([BR, BC], tl.float32)
+    start = split * chunks_per_split
+    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count, means, squares = welford(x, valid, count, means, squares)
+    total, mean, squared = merge_lanes(count, means, squares)
+    row = (split * groups + group).to(tl.int64)
+    plane = (tl.num_programs(1) * groups).to(tl.int64) * C
+    tl.store(partial_ptr + row * C + channel, mean, mask=in_c)
+    tl.store(partial_ptr + plane + row * C + channel, squared, mask=in_c)
+    if block == 0:
+        tl.store(count_ptr + row, total)
+
+
+@triton.jit
+def filter_kernel(
+    partial_ptr, count_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    G, C, splits, prior_row, gain_step,
+    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr,
+):  # fmt: skip
+    """Streamed, second: a group's shares, all loaded at once, merged into its observation; and the filter."""
+    group = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    split = tl.arange(0, BS)
+    in_s = split < splits
+    mask = in_s[:, None] & in_c[None, :]
+    share = (split.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
+    count = tl.load(count_ptr + split * G + group, mask=in_s, other=0.0)
+    means = tl.load(partial_ptr + share, mask=mask, other=0.0)
+    squares = tl.load(partial_ptr + tl.full([1], splits, tl.int64) * G * C + share, mask=mask, other=0.0)
+    total, mean, squared = merge_lanes(count, means, squares)
+    settle(
+        total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR,
+    )  # fmt: skip
+
+
+@triton.jit
+def apply_kernel(
+    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Streamed, third: y."""
+    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    start = split * chunks_per_split
+    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        mask = valid[:, None] & in_c[None, :]
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        if RESIDUAL:
+            z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
