@@ -31,9 +31,10 @@ LAYERS = [
     {"recalibration"},
     {"lab"},
     {"cli"},
+    {"__main__"},
 ]
 # What needs more than torch, and is never imported by what does not.
-WITH_EXTRAS = {"lab", "cli"}
+WITH_EXTRAS = {"lab", "cli", "__main__"}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
