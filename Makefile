@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install demo test lint unit bench deploy-check families figures clean
 
 help:
-	@echo "make demo     install, then compare BN and BKN at micro-batch on real digits (about a minute)"
+	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 90 s)"
 	@echo "make test     install, lint, type-check, test"
 	@echo "make bench    time the op beside F.batch_norm on this machine"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install
-	$(BIN)/python examples/digits.py
+	$(BIN)/kalmannorm demo
 
 test: lint unit
 

@@ -106,12 +106,14 @@ def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool
             f"\nTest accuracy in % by way of inference, {epochs} epochs, mean ± standard deviation of the runs\n"
         )
         typer.echo(table(rows))
-    found = [comparison for chapter in chapters(collect([folder])) for comparison in chapter.comparisons]
-    told = [sentence for comparison in found for sentence in sentences(comparison)]
-    page = write([folder], folder / "report.html", figures=folder / "figures") if runs else None
+    told: list[str] = []
+    report: str | None = None
+    if runs:
+        found = [comparison for chapter in chapters(collect([folder])) for comparison in chapter.comparisons]
+        told = [sentence for comparison in found for sentence in sentences(comparison)]
+        report = str(write([folder], folder / "report.html", figures=folder / "figures"))
     if as_json:
-        report = None if page is None else str(page)
         record = {"folder": str(folder), "rows": rows, "sentences": told, "failed": failures, "report": report}
         typer.echo(json.dumps(record))
         return
-    typer.echo("\n" + "\n".join(told) + f"\n\nThe report: {page}")
+    typer.echo("\n" + "\n".join(told) + f"\n\nThe report: {report}")

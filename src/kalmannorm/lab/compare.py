@@ -5,6 +5,7 @@ A cell that diverges has a result like any other. One that fails stops no other,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -87,6 +88,8 @@ def run_cells(
         ]
         with screen(cells, todo, folder, workers=len(places), quiet=quiet) as shown:
             outcomes = perform(tasks, places, folder / "output", shown)
+        with contextlib.suppress(OSError):  # nothing was printed
+            (folder / "output").rmdir()
     return _gathered(cells, folder, dict(zip((name for name, _ in todo), outcomes, strict=True)))
 
 
