@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,11 +14,12 @@ from kalmannorm.cli.app import run as command
 from kalmannorm.lab import compare
 from kalmannorm.lab.analyse import analyse
 from kalmannorm.lab.errors import DivergedError, LabError
+from kalmannorm.lab.experiments import planning, reproducing
 from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
-from kalmannorm.lab.experiments.planning import Wanted, plan
-from kalmannorm.lab.experiments.reproducing import reproduce
+from kalmannorm.lab.experiments.planning import Wanted
+from kalmannorm.lab.experiments.reproducing import Reproduced, reproduce
 from kalmannorm.lab.experiments.widths import batchnorm_parameters, learned_parameters, matching_width
-from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.recipe import Execution
 from kalmannorm.lab.records import Log, Run, read_json, write_json
 from kalmannorm.lab.train import train
 
@@ -56,6 +58,11 @@ EXAMPLES = {
 }
 
 
+def reproduced(name: str, wanted: Wanted, folder: Path, runner, **options) -> Reproduced:
+    """Without its page: that is the report's own test."""
+    return reproduce(experiment(name), wanted, folder, EXECUTION, runner=runner, quiet=True, page=False, **options)
+
+
 def column(table: dict, heading: str, **where: str) -> list:
     """The cells under a heading, of rows whose other cells are as `where` says."""
     at = table["columns"].index(heading)
@@ -63,6 +70,13 @@ def column(table: dict, heading: str, **where: str) -> list:
         row for row in table["rows"] if all(row[table["columns"].index(key)] == value for key, value in where.items())
     ]
     return [row[at] for row in chosen]
+
+
+def paper(table: dict, heading: str, **where: str) -> list:
+    """What the paper says, in the column beside ours."""
+    at = table["columns"].index(heading) + 1
+    assert table["columns"][at] == "paper"
+    return column({**table, "columns": [*table["columns"][:at], "it", *table["columns"][at + 1 :]]}, "it", **where)
 
 
 def is_accuracy(cell) -> bool:
@@ -104,11 +118,11 @@ def check_accuracies(name: str, table: dict) -> None:
 def check_moderate(record: dict, folder: Path) -> None:
     """The paper's numbers, and the steps to the baseline."""
     accuracies, claims, steps = record["tables"]
-    assert column(accuracies, "paper: population", method="BN") == [73.1]
-    assert column(accuracies, "paper: population", method="BKN learned") == [74.0]
-    assert column(claims, "paper: BKN") == [0.9]
-    assert column(steps, "paper: steps") == [170_000, 100_000, None, None]
-    assert column(steps, "paper: fewer steps, %", method="BKN learned") == [41.2]
+    assert paper(accuracies, "population", method="BN") == [73.1]
+    assert paper(accuracies, "population", method="BKN learned") == [74.0]
+    assert column(claims, "BKN in the paper") == [0.9]
+    assert paper(steps, "steps") == [170_000, 100_000, None, None]
+    assert paper(steps, "fewer steps, %", method="BKN learned") == [41.2]
     assert column(steps, "seeds that reach it", method="BN") == ["1 of 1"]
     assert column(steps, "fewer steps, %", method="BN") == [None]
 
@@ -118,8 +132,8 @@ def check_micro(record: dict, folder: Path) -> None:
     table = record["tables"][0]
     assert column(table, "setting", method="BN baseline") == ["(256, 32)"]
     assert is_accuracy(column(table, "population", method="BN baseline")[0])
-    assert column(table, "paper: population", method="BN baseline") == [73.1]
-    assert column(table, "paper: population", method="BKN learned") == [70.04]
+    assert paper(table, "population", method="BN baseline") == [73.1]
+    assert paper(table, "population", method="BKN learned") == [70.04]
     labels = [group["label"] for group in record["figures"][0]["groups"]]
     assert labels[:2] == ["BN baseline (256, 32)", "BN (256, 4)"]
 
@@ -127,10 +141,10 @@ def check_micro(record: dict, folder: Path) -> None:
 def check_single(record: dict, folder: Path) -> None:
     """Both options."""
     accuracies, claims = record["tables"]
-    assert column(accuracies, "paper: A: batch", method="BKN learned") == [47.99]
-    assert column(accuracies, "paper: B: population", method="BKN learned") == [0.4]
+    assert paper(accuracies, "A: batch", method="BKN learned") == [47.99]
+    assert paper(accuracies, "B: population", method="BKN learned") == [0.4]
     assert column(claims, "over") == ["BN (256, 1)", "BRN (256, 1)"]
-    assert column(claims, "paper: BKN") == [2.11, 2.75] and column(claims, "inference") == ["batch", "batch"]
+    assert column(claims, "BKN in the paper") == [2.11, 2.75] and column(claims, "inference") == ["batch", "batch"]
     assert [figure["mode"] for figure in record["figures"]] == ["batch", "population"]
     assert "GN (256, 1)" not in [group["label"] for group in record["figures"][0]["groups"]]
 
@@ -145,8 +159,8 @@ def check_cifar(record: dict, folder: Path) -> None:
     """Batch and moving statistics, against the baseline."""
     table = record["tables"][0]
     assert column(table, "setting") == ["(128, 128)"] + ["(128, 2)"] * 4
-    assert column(table, "paper: batch mean/var", setting="(128, 2)") == [90.0, 90.9, None, None]
-    assert column(table, "paper: moving mean/var") == [92.1, 89.4, 90.9, None, None]
+    assert paper(table, "batch mean/var", setting="(128, 2)") == [90.0, 90.9, None, None]
+    assert paper(table, "moving mean/var") == [92.1, 89.4, 90.9, None, None]
 
 
 def test_cifar_takes_the_papers_numbers_of_each_data_set():
@@ -160,8 +174,8 @@ def check_speed(record: dict, folder: Path) -> None:
     """Images per second, and the ratio to batch norm round by round."""
     (table,) = record["tables"]
     assert column(table, "method", setting="(32, 32)") == ["BN", "BKN learned", "BKN weights"]
-    assert column(table, "paper: images/s")[:2] == [325.74, 320.94]
-    assert column(table, "paper: relative")[1] == 0.985
+    assert paper(table, "images/s")[:2] == [325.74, 320.94]
+    assert paper(table, "speed relative to BN")[1] == 0.985
     assert {len(seconds) for seconds in record["timings"].values()} == {3}
     assert column(table, "speed relative to BN")[0] == {"mean": 1.0, "std": 0.0, "n": 3}
     bn, learned = record["timings"]["bn-32x32"], record["timings"]["bkn-learned-32x32"]
@@ -181,7 +195,7 @@ def check_parameters(record: dict, folder: Path) -> None:
     assert any("parameters beside BKN learned" in note for note in record["notes"]) == (abs(off) > 0.01)
     assert counts["BKN weights"] == counts["BN"] + 4  # a gain for each norm but the first
     assert all(is_accuracy(cell) for cell in column(table, "moving mean/var"))
-    assert column(table, "paper: moving mean/var", method="BN wide") == [63.1]
+    assert paper(table, "moving mean/var", method="BN wide") == [63.1]
 
 
 def test_the_papers_net_is_widened_to_within_a_percent():
@@ -230,7 +244,8 @@ CHECKS = {
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment(name, tmp_path):
     """End to end on digits: the record says on what terms it ran, and holds what the paper's table or figure needs."""
-    record, folder = reproduce(experiment(name), few_steps(name), tmp_path / name, EXECUTION, runner=in_process)
+    done = reproduced(name, few_steps(name), tmp_path / name, in_process)
+    record, folder = done.record, done.folder
     assert read_json(folder / "experiment.json") == json.loads(json.dumps(record))
     assert record["name"] == name and record["stand_in"] is True
     assert record["dataset"] == "digits" and record["models"] == ["digits-net"] and record["budget"] == 0.1
@@ -271,7 +286,7 @@ def test_steps_to_accuracy_gains_and_divergence_are_counted_seed_by_seed(tmp_pat
         "gn-1": [(40, 70.0)],
     }
     wanted = Wanted("digits", seeds=2)
-    record, _ = reproduce(experiment("moderate"), wanted, tmp_path / "told", EXECUTION, runner=told(curves))
+    record = reproduced("moderate", wanted, tmp_path / "told", told(curves)).record
     accuracies, claims, steps = record["tables"]
     assert column(accuracies, "population", method="BN") == [{"mean": 84.5, "std": pytest.approx(11 / 2**0.5), "n": 2}]
     assert column(steps, "accuracy to reach, %", method="BN")[0]["mean"] == pytest.approx(
@@ -293,68 +308,51 @@ def test_a_claim_made_early_in_the_training_is_compared_there(tmp_path):
     curve["brn-0"] = curve["gn-0"] = curve["bn-0"]
     curve["bkn-learned-0"] = [(step, accuracy + (9 if step == 10 else 1)) for step, accuracy in curve["bn-0"]]
     wanted = Wanted("digits", seeds=1)
-    record, _ = reproduce(experiment("small-16-4"), wanted, tmp_path / "told", EXECUTION, runner=told(curve))
+    record = reproduced("small-16-4", wanted, tmp_path / "told", told(curve)).record
     claims = record["tables"][1]
-    assert column(claims, "after") == ["9% of the training"]
+    assert column(claims, "after training") == ["9%"]
     assert column(claims, "BKN learned")[0]["mean"] == pytest.approx(9)
     assert column(claims, "BKN weights")[0]["mean"] == pytest.approx(5)
 
 
-def test_what_finished_is_recorded_before_a_failure_is_told(tmp_path):
+def test_what_finished_is_recorded_where_other_cells_fail(tmp_path):
     def failing(cells, folder, execution, **_):
         told({"bn-0": [(1, 50.0)]})(cells[:1], folder, execution)
-        raise LabError("4 of 5 runs failed")
+        raise compare.FailedCellsError({"x": "it broke"}, len(cells), [])
 
-    wanted = Wanted("digits", seeds=1)
-    with pytest.raises(LabError, match="4 of 5"):
-        reproduce(experiment("small-64-8"), wanted, tmp_path / "x", EXECUTION, runner=failing)
+    done = reproduced("small-64-8", Wanted("digits", seeds=1), tmp_path / "x", failing)
+    assert "it broke" in str(done.failure)
     record = read_json(tmp_path / "x" / "experiment.json")
     assert column(record["tables"][0], "population", method="BN") == [{"mean": 50.0, "std": None, "n": 1}]
     assert "digits-net with BKN learned (64, 8) on digits: 0 of 1 seeds finished." in record["notes"]
 
 
-def test_a_folder_with_runs_is_gone_on_with_only_if_asked(tmp_path):
+def test_resume_insists_that_there_is_something_to_go_on_with(tmp_path):
     curves = {f"{method}-0": [(1, 50.0)] for method in ("bn", "bkn-learned", "bkn", "gn")}
-    run = functools.partial(reproduce, experiment("small-64-8"), Wanted("digits", seeds=1), tmp_path / "x", EXECUTION)
-    run(runner=told(curves))
-    with pytest.raises(LabError, match="--resume"):
-        run(runner=told(curves))
-    run(runner=told(curves), resume=True)
+    wanted = Wanted("digits", seeds=1)
+    with pytest.raises(LabError, match="nothing to go on with"):
+        reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)
+    first = reproduced("small-64-8", wanted, tmp_path / "x", told(curves))
+    again = reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)
+    assert first.record["tables"] == again.record["tables"]
 
 
-def cells_of(name: str, **wanted) -> dict[str, Recipe]:
-    return {cell.folder: cell.recipe for cell in plan(experiment(name), Wanted(**wanted), EXECUTION).cells}
-
-
-def test_the_budget_scales_the_length_and_the_paper_decides_the_rest():
-    full = cells_of("moderate", dataset="digits", seeds=1)
-    tenth = cells_of("moderate", dataset="digits", seeds=1, budget=0.1)
-    assert {recipe.epochs for recipe in full.values()} == {20} and {r.epochs for r in tenth.values()} == {2.0}
-    assert {recipe.evaluate_every for recipe in tenth.values()} == {0.1}
-    paper = plan(experiment("moderate"), Wanted("digits", paper_only=True, seeds=1), EXECUTION)
-    assert [arm.method for arm in paper.arms] == ["bn", "bkn-learned"]
-    assert len({cell.folder for cell in paper.cells}) == 2
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is more than the 200"),
-        ({"dataset": "digits", "budget": 0.0}, "--budget must be positive"),
-        ({"dataset": "digits", "seeds": 0}, "--seeds must be at least 1"),
-        ({"dataset": "digitz"}, "did you mean 'digits'"),
-        ({"dataset": "digits", "changes": {"precision": "half"}}, "unknown precision"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(wanted, message):
-    with pytest.raises(LabError, match=message) as error:
-        cells_of("moderate", **wanted)
-    assert "\n" not in str(error.value)
+def test_a_data_set_with_two_nets_has_both_beside_the_papers(monkeypatch, tmp_path):
+    shown = SimpleNamespace(classes=10, train_size=50_000, shape=(3, 32, 32))
+    monkeypatch.setattr(planning, "_data", lambda *_: shown)
+    curves = {f"{method}-0": [(10, 50.0), (20, 60.0)] for method in ("bn", "bkn-learned", "bkn", "gn")}
+    record = reproduced("moderate", Wanted("cifar10", seeds=1), tmp_path / "x", told(curves)).record
+    accuracies, claims, steps = record["tables"]
+    assert record["models"] == ["cifar-inception", "cifar-resnet-32"]
+    assert paper(accuracies, "population", model="cifar-resnet-32") == [77.4, 78.3, None, None]
+    assert paper(steps, "steps", model="cifar-resnet-32") == [None] * 4
+    assert column(claims, "model") == record["models"]
+    assert [figure["title"].split()[0] for figure in record["figures"]] == record["models"]
 
 
 def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "run_cells", in_process)
+    monkeypatch.setattr(reproducing, "reproduce", functools.partial(reproduce, runner=in_process))
     monkeypatch.setenv("COLUMNS", "200")
     options = "--budget 0.1 --seeds 1 --paper-only --train-examples 128 --test-examples 20 --device cpu"
     assert command(["reproduce", "small-64-8", "--dataset", "digits", *options.split()]) == 0

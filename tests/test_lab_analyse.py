@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import kalmannorm
+from kalmannorm.cli.app import run as command
 from kalmannorm.lab import data as datasets
 from kalmannorm.lab import models
-from kalmannorm.lab.analyse import layer_statistics, variance_gap
+from kalmannorm.lab.analyse import analyse, layer_statistics, variance_gap
 from kalmannorm.lab.analysis.gap import MOST_BATCHES, MOST_CHANNELS, overall, whole_groups
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import normalized
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Run
+from kalmannorm.lab.train import train
 
 SHAPE = (1, 8, 8)
 
@@ -148,3 +153,39 @@ def test_norms_without_statistics_have_nothing_to_analyse():
         layer_statistics(net("gn"), [torch.randn(8, *SHAPE)])
     with pytest.raises(LabError, match="do not fill a group of 8"):
         whole_groups(5, 8, 64)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analyse") / "run"
+    recipe = Recipe(method="bkn", gradient_batch=16, epochs=1, train_examples=64, test_examples=16, evaluate_every=0)
+    train(recipe, folder, Execution(device="cpu", tensorboard=False))
+    return folder
+
+
+def test_a_run_is_analysed_from_its_folder(trained, capsys, monkeypatch):
+    found = analyse(trained, batches=2, device="cpu")
+    run = Run.read(trained)
+    layers, gap = run.analysis("layers"), run.analysis("variance-gap")
+    assert [layer["name"] for layer in layers["layers"]] == [f"features.{i}.norm" for i in range(5)]
+    assert layers["examples"] == 32 and layers["layers"] == json.loads(json.dumps([x.to_json() for x in found.layers]))
+    assert found.gains == pytest.approx(run.result["gains"])
+    assert (gap["statistics_batch"], gap["examples"], gap["of"]) == (2, 64, 64)
+    assert gap["overall"]["mean_abs"] == found.overall["mean_abs"]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(["analyse", str(trained), "--max-groups", "8", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "features.4.norm" in shown and str(trained / "analysis") in shown
+    assert run.analysis("variance-gap")["examples"] == 16
+
+
+def test_scripts_get_one_row_per_layer(trained, capsys):
+    assert command(["analyse", str(trained), "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layers"][0]["gain"] is None and 0 < found["layers"][1]["gain"] < 1
+    assert found["layers"][1]["prior_error"] > 0 and set(found["overall"]) < set(found["layers"][0])
+
+
+def test_what_is_no_run_is_told_in_one_line(tmp_path, capsys):
+    assert command(["analyse", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

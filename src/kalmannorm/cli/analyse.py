@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-CAPTION = (
-    "prior off: |prior - observed variance| / observed. gap: (variance that normalizes a group - moving variance) / "
-    "moving variance. spread: over groups, relative to their mean. raw: of the mini-batch alone."
-)
+LEGEND = """\
+C: channels. q: trust in the mini-batch. prior off: |prior - observed variance| / observed.
+gap: mean of |variance that normalizes a group - moving variance| / moving variance.
+spread: standard deviation of that variance over groups / its mean.
+raw: of the mini-batch alone, before the prior corrects it."""
 
 
 def analyse(
@@ -39,12 +40,13 @@ def analyse(
     if as_json:
         typer.echo(json.dumps(found))
         return
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"Norms of {run}", title_justify="left", caption_justify="left", caption=CAPTION)
-    table.add_column("layer")
-    for heading in ("channels", "gain q", "prior off", "mean |gap|", "raw", "spread", "raw"):
+    table = Table(title=f"Norms of {run}", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("layer", overflow="fold", min_width=16)
+    for heading in ("C", "q", "prior off", "gap", "raw gap", "spread", "raw spread"):
         table.add_column(heading, justify="right")
     names = ("mean_abs", "observed_mean_abs", "spread", "observed_spread")
     for row in found["layers"]:
@@ -55,4 +57,5 @@ def analyse(
     table.add_row("all", "", "", "", *(f"{overall[name]:.3f}" for name in names))
     console = Console()
     console.print(table)
+    console.print(LEGEND, highlight=False)
     console.print(f"Written to {run / 'analysis'}", highlight=False, soft_wrap=True)

@@ -37,8 +37,8 @@ def reproduce(
     ] = None,
     paper_only: Annotated[bool, typer.Option("--paper-only", help="Leave out the lines that the paper lacks.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="runs/NAME-DATASET unless given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on in a folder that holds runs already.")] = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Runs at a time: a GPU or core each.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Insist on going on; the same command does anyway.")] = False,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
     *,
     changes: dict[str, Any],
@@ -46,8 +46,8 @@ def reproduce(
 ) -> None:
     """Run one of the paper's experiments, on its own data or on a small stand-in.
 
-    Tables show our numbers beside the paper's; runs, record and page lie in one folder. docs/experiments.md says what
-    each one costs and where it differs from the paper.
+    Tables show our numbers beside the paper's; runs, record and page lie in one folder. The same command again keeps
+    what is finished. docs/experiments.md says what each one costs and where it differs from the paper.
     """
     from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
 
@@ -59,16 +59,16 @@ def reproduce(
     chosen = experiment(name)
     from kalmannorm.lab.experiments.planning import Wanted
     from kalmannorm.lab.experiments.reproducing import reproduce as run
-    from kalmannorm.lab.report import write
 
     wanted = Wanted(dataset, model, budget, seeds, paper_only, changes)
     with _rounds(chosen.timed and not as_json) as watch:
-        record, folder = run(chosen, wanted, out, execution, resume=resume, jobs=jobs, quiet=as_json, watch=watch)
-    page = write([folder], folder / "report.html", figures=folder / "figures")
+        done = run(chosen, wanted, out, execution, resume=resume, jobs=jobs, quiet=as_json, watch=watch)
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "report": str(page), **record}))
-        return
-    _show(record, page)
+        typer.echo(json.dumps({"folder": str(done.folder), "report": str(done.page), **done.record}))
+    else:
+        _show(done.record, done.page)
+    if done.failure is not None:
+        raise done.failure
 
 
 def _list(experiments: Any, as_json: bool) -> None:
@@ -98,7 +98,8 @@ def _rounds(shown: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, rounds: progress.update(task, completed=done, total=rounds)
 
 
-def _show(record: Record, page: Path) -> None:
+def _show(record: Record, page: Path | None) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -107,12 +108,12 @@ def _show(record: Record, page: Path) -> None:
     if record["stand_in"]:
         console.print("[yellow]A stand-in[/yellow]: another data set or net than the paper's", highlight=False)
     for content in record["tables"]:
-        table = Table(title=content["title"], title_justify="left", caption=content["note"], caption_justify="left")
+        table = Table(title=content["title"], title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
         for heading in content["columns"]:
-            table.add_column(heading, style="dim" if heading.startswith("paper") else "")
+            table.add_column(heading, style="dim" if "paper" in heading else "", overflow="fold")
         for row in content["rows"]:
             table.add_row(*map(_cell, row, content["columns"]))
-        console.print(table)
+        console.print(table, content["note"], highlight=False)
     for note in record["notes"]:
         console.print(f"- {note}", highlight=False)
     console.print(f"The page: {page}", highlight=False, soft_wrap=True)
@@ -129,4 +130,4 @@ def _cell(value: Any, heading: str) -> str:
         return plus_minus(Spread(**value))
     if isinstance(value, str):
         return value
-    return f"{value:,}" if heading.startswith("paper") else number(value)
+    return f"{value:,}" if "paper" in heading else number(value)

@@ -99,7 +99,8 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
                         recipe = dataclasses.replace(recipe, width=matching_width(model, data.classes, data.shape))
                 cells += _seeds(recipe, arm, role, seeds, prefix=len(datasets) > 1)
     arms = tuple(arm for arm in experiment.arms if any(cell.arm == arm for cell in cells))
-    return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(cells))
+    # Seed by seed, so that an early look shows every line.
+    return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(sorted(cells, key=lambda c: c.recipe.seed)))
 
 
 def arms_of(experiment: Experiment, wanted: Wanted, *, cheap: bool) -> list[Arm]:

@@ -8,9 +8,12 @@ FOLDER/report.html        what `kalmannorm report` makes of it, with its figures
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kalmannorm.lab import report
+from kalmannorm.lab.compare import FailedCellsError, run_cells
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments import speed, tables
 from kalmannorm.lab.experiments.planning import Plan, Wanted, default_folder, plan
@@ -25,6 +28,16 @@ Runner = Callable[..., Sequence[Any]]
 """`kalmannorm.lab.compare.run_cells`, or what stands in for it in a test."""
 
 
+@dataclass(frozen=True)
+class Reproduced:
+    """What is in experiment.json, where it lies, its page, and the error that names the cells which failed, if any."""
+
+    record: Record
+    folder: Path
+    page: Path | None
+    failure: FailedCellsError | None = None
+
+
 def reproduce(
     experiment: Experiment,
     wanted: Wanted,
@@ -34,47 +47,40 @@ def reproduce(
     resume: bool = False,
     jobs: int | None = None,
     quiet: bool = False,
-    runner: Runner | None = None,
+    page: bool = True,
+    runner: Runner = run_cells,
     watch: speed.Watch | None = None,
-) -> tuple[Record, Path]:
-    """Run the experiment into a folder; returns what is in its experiment.json, and the folder.
+) -> Reproduced:
+    """Run the experiment into a folder and write its record and its page.
 
-    `resume` goes on with a folder that holds runs already: finished cells are kept. Where some cells fail, the record
-    of the others is written before the error is raised.
+    Finished cells of the same recipe are kept and unfinished ones go on; `resume` insists that there are some. `watch`
+    is told of the rounds where steps are timed.
     """
     execution = execution or Execution()
     folder = folder or default_folder(experiment, wanted)
-    if not resume and folder.is_dir() and any(folder.glob("*/recipe.json")):
-        raise LabError(f"{folder} holds runs already: go on with them by --resume, or give another --out")
+    if resume and not any(folder.glob("*/recipe.json")):
+        raise LabError(f"there is nothing to go on with in {folder}: leave out --resume, or give the right --out")
     chosen = plan(experiment, wanted, execution)
+    failure: FailedCellsError | None = None
     if experiment.timed:
         timings = speed.time_steps(chosen, execution, watch)
         record = _record(chosen, {}, [speed.speed_table(chosen, timings)])
         record["timings"] = timings
-        write_json(folder / "experiment.json", record)
-        return record, folder
-    failure: LabError | None = None
-    try:
-        _run(chosen, folder, execution, jobs, quiet, runner)
-    except LabError as error:
-        failure = error
-    results = read_results(chosen, folder)
-    if failure is not None and not results:
-        raise failure
-    record = _record(chosen, results, _tables(chosen, results))
+    else:
+        try:
+            _run(chosen, folder, execution, jobs, quiet, runner)
+        except FailedCellsError as error:
+            failure = error
+        results = read_results(chosen, folder)
+        if failure is not None and not results:
+            raise failure
+        record = _record(chosen, results, _tables(chosen, results))
     write_json(folder / "experiment.json", record)
-    if failure is not None:
-        raise failure
-    return record, folder
+    written = report.write([folder], folder / "report.html", figures=folder / "figures") if page else None
+    return Reproduced(record, folder, written, failure)
 
 
-def _run(
-    chosen: Plan, folder: Path, execution: Execution, jobs: int | None, quiet: bool, runner: Runner | None
-) -> None:
-    if runner is None:
-        from kalmannorm.lab.compare import run_cells
-
-        runner = run_cells
+def _run(chosen: Plan, folder: Path, execution: Execution, jobs: int | None, quiet: bool, runner: Runner) -> None:
     cells: list[tuple[str, Recipe]] = [(cell.folder, cell.recipe) for cell in chosen.cells]
     analysed = [name for name, _ in cells] if chosen.experiment.analysed else []
     runner(cells, folder, execution, jobs=jobs, quiet=quiet, analyse=analysed)

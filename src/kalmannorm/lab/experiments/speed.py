@@ -17,7 +17,7 @@ from kalmannorm.lab import models
 from kalmannorm.lab.device import resolve
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.experiments.results import averaged
-from kalmannorm.lab.experiments.tables import PAPER
+from kalmannorm.lab.experiments.tables import PAPER, on_what
 from kalmannorm.lab.methods import normalized
 from kalmannorm.lab.optimizing import optimizer_of
 from kalmannorm.lab.presets import FOLDER
@@ -107,27 +107,26 @@ def _precision(recipe: Recipe, device: torch.device) -> Any:
 def speed_table(plan: Plan, seconds: dict[str, list[float]]) -> Record:
     """Images per second, and the speed relative to the first line, round by round."""
     experiment = plan.experiment
-    dataset, model = plan.datasets[0], plan.models["inception"]
+    dataset = plan.datasets[0]
     first = seconds[plan.arms[0].key]
     rows = []
     for arm in plan.arms:
         taken = seconds[arm.key]
-        row: list[Any] = [model, arm.name, str(arm.setting)]
+        row: list[Any] = [arm.name, str(arm.setting)]
         row += [averaged([arm.setting.gradient_batch / each for each in taken])]
         row += [experiment.paper(arm.key, "images/s", "inception", dataset)]
         row += [averaged([theirs / ours for theirs, ours in zip(first, taken, strict=True)])]
         row += [experiment.paper(arm.key, "relative", "inception", dataset)]
         rows.append(row)
     return {
-        "title": "Training steps",
+        "title": f"Training steps: {on_what(plan, dataset)}",
         "columns": [
-            "model",
             "method",
             "setting",
             "images/s",
-            f"{PAPER}: images/s",
+            PAPER,
             f"speed relative to {plan.arms[0].name}",
-            f"{PAPER}: relative",
+            PAPER,
         ],
         "rows": rows,
         "note": f"Mean and standard deviation over {len(first)} rounds of one step each, in turn.",

@@ -12,12 +12,26 @@ from kalmannorm.lab.records import Record
 Table = Record
 """{"title", "columns": [str], "rows": [[cell]], "note"}."""
 PAPER = "paper"
+"""The heading of what the paper says of the column before."""
 GAPS = {
     "mean_abs": "mean |gap|",
     "spread": "spread over groups",
     "observed_mean_abs": "raw: mean |gap|",
     "observed_spread": "raw: spread",
 }
+
+
+def models_column(plan: Plan) -> list[str]:
+    """The heading of the nets' names, where there is more than one; a single one is in the title."""
+    return ["model"] if len(plan.models) > 1 else []
+
+
+def row_start(plan: Plan, role: Role) -> list[Any]:
+    return [plan.models[role]] if len(plan.models) > 1 else []
+
+
+def on_what(plan: Plan, *datasets: str) -> str:
+    return f"{' and '.join(plan.models.values())} on {', '.join(datasets)}"
 
 
 def accuracy_tables(plan: Plan, results: Results) -> list[Table]:
@@ -34,15 +48,15 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
         for role in plan.models
         if experiment.paper(arm.key, mode, role, dataset) is not None
     }
-    columns = ["model", "method", "setting"]
+    columns = [*models_column(plan), "method", "setting"]
     for mode, title in experiment.columns:
-        columns += [title, f"{PAPER}: {title}"] if mode in known else [title]
-    columns += ["parameters", f"{PAPER}: parameters"] if experiment.counted else []
+        columns += [title, PAPER] if mode in known else [title]
+    columns += ["parameters", PAPER] if experiment.counted else []
     rows: list[list[Any]] = []
-    for role, model in plan.models.items():
+    for role in plan.models:
         for arm in plan.arms:
             found = of_cells(plan.of(arm, role, dataset), results)
-            row: list[Any] = [model, arm.name, str(arm.setting)]
+            row = [*row_start(plan, role), arm.name, str(arm.setting)]
             for mode, _ in experiment.columns:
                 row.append(averaged([run.accuracy(mode) for run in found]))
                 if mode in known:
@@ -51,13 +65,10 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
                 counts = [run.result["parameters"] for run in found]
                 row += [counts[0] if counts else None, experiment.paper(arm.key, "parameters", role, dataset)]
             rows.append(row)
-    return {
-        "title": f"Test accuracy on {dataset}, %",
-        "columns": columns,
-        "rows": rows,
-        "note": f"The paper's numbers are from its {experiment.source}."
-        + (" They are for another data set or net: compare the order, not the height." if plan.stand_in else ""),
-    }
+    note = f"The paper's numbers are from its {experiment.source}." if known else ""
+    if known and plan.stand_in:
+        note += " They are for another data set or net: compare the order, not the height."
+    return {"title": f"Test accuracy of {on_what(plan, dataset)}, %", "columns": columns, "rows": rows, "note": note}
 
 
 def claims_table(plan: Plan, results: Results) -> list[Table]:
@@ -71,13 +82,20 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
     for claim in claims:
         for dataset in plan.datasets:
             over = next(arm for arm in plan.arms if arm.key == claim.over)
-            row: list[Any] = [plan.models[claim.role], over.label, claim.mode, _when(claim), claim.points]
+            row = [*row_start(plan, claim.role), over.label, claim.mode, _when(claim), claim.points]
             row += [averaged(_gains(plan, results, arm, over, claim, dataset)) for arm in ours]
             rows.append(row)
     return [
         {
-            "title": "Gain over another method, points",
-            "columns": ["model", "over", "inference", "after", f"{PAPER}: BKN", *(arm.name for arm in ours)],
+            "title": f"Gain over another method, points: {on_what(plan, *plan.datasets)}",
+            "columns": [
+                *models_column(plan),
+                "over",
+                "inference",
+                "after training",
+                f"BKN in the {PAPER}",
+                *(arm.name for arm in ours),
+            ],
             "rows": rows,
             "note": "Differences are taken seed by seed.",
         }
@@ -85,7 +103,7 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
 
 
 def _when(claim: Claim) -> str:
-    return "the whole training" if claim.at is None else f"{claim.at:.0%} of the training"
+    return "all of it" if claim.at is None else f"{claim.at:.0%}"
 
 
 def _gains(plan: Plan, results: Results, arm: Arm, over: Arm, claim: Claim, dataset: str) -> list[float | None]:
@@ -106,11 +124,11 @@ def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[
     baseline = next(arm for arm in plan.arms if arm.key == experiment.steps_to)
     rows = []
     for dataset in plan.datasets:
-        for role, model in plan.models.items():
+        for role in plan.models:
             for arm in plan.arms:
                 races = _races(plan, results, arm, baseline, role, dataset, mode)
                 steps = [race.steps for race in races]
-                row: list[Any] = [model, arm.name, averaged([race.target for race in races]), averaged(steps)]
+                row = [*row_start(plan, role), arm.name, averaged([race.target for race in races]), averaged(steps)]
                 row += [experiment.paper(arm.key, "steps", role, dataset)]
                 row += [f"{sum(step is not None for step in steps)} of {len(steps)}"]
                 row += [None if arm == baseline else averaged([race.fewer for race in races])]
@@ -118,16 +136,16 @@ def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[
                 rows.append(row)
     return [
         {
-            "title": f"Steps to the best accuracy of {baseline.label}",
+            "title": f"Steps to the best accuracy of {baseline.label}: {on_what(plan, *plan.datasets)}",
             "columns": [
-                "model",
+                *models_column(plan),
                 "method",
                 "accuracy to reach, %",
                 "steps",
-                f"{PAPER}: steps",
+                PAPER,
                 "seeds that reach it",
                 "fewer steps, %",
-                f"{PAPER}: fewer steps, %",
+                PAPER,
             ],
             "rows": rows,
             "note": f"In {mode} inference: the first evaluated step at which a seed reaches the best that "
@@ -174,7 +192,7 @@ def gap_tables(plan: Plan, results: Results) -> list[Table]:
     note = "(variance that training normalizes with - moving variance) / moving variance, per channel and group."
     return [
         {
-            "title": "Variance gap over the training set",
+            "title": f"Variance gap over the training set: {on_what(plan, *plan.datasets)}",
             "columns": ["method", *GAPS.values()],
             "rows": rows,
             "note": f"{note} Raw is the observation of the mini-batch alone, before the prior corrects it.",
