@@ -52,6 +52,8 @@ def launched(recipe: Recipe, execution: Execution) -> Fabric:
         )
     precision: Any = _PRECISION[recipe.precision]
     device = resolve(execution.device)
+    if recipe.precision == "fp16" and device.type == "cpu":
+        raise LabError("--precision fp16 needs a GPU; a CPU has bf16")
     if ranks > 1:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         # Statistics are joined by `accumulate_statistics`, so rank 0 need not send its buffers before each forward.

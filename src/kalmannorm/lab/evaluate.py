@@ -91,7 +91,7 @@ def _scores(
             else:
                 metric.update(logits.float(), labels)
     found = {name: float(metric.compute()) for name, metric in metrics.items()}
-    return {name: value if name == "loss" else 100 * value for name, value in found.items()}
+    return {name: value if name == "loss" else round(100 * value, 4) for name, value in found.items()}
 
 
 def prepared(images: Tensor, recipe: Recipe) -> Tensor:
