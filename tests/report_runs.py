@@ -6,6 +6,7 @@ mode, BKN holds; one seed of BRN (64, 1) diverges, and one of BKN learned (64, 2
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -53,10 +54,15 @@ def make_comparison(folder: Path, *, seeds: int = 3, **fields) -> Path:
     return folder
 
 
+@functools.cache
+def _origin() -> dict[str, str]:
+    return origin()
+
+
 def make_run(folder: Path, recipe: Recipe, *, unfinished: bool = False, diverged: bool = False) -> Path:
     rng = random.Random(f"{recipe.method} {recipe.setting} {recipe.seed}")
     m = recipe.statistics_batch
-    source = origin() | {
+    source = _origin() | {
         "commit": "0123456789abcdef0123456789abcdef01234567",
         "command": f"kalmannorm compare --methods {recipe.method} --settings {recipe.gradient_batch},{m}",
     }
@@ -189,7 +195,7 @@ def make_experiment(folder: Path, *, seeds: int = 2) -> Path:
             "dataset": "digits",
             "budget": 0.1,
             "stand_in": True,
-            "origin": origin(),
+            "origin": _origin(),
             "tables": [
                 {
                     "title": "Top-1 accuracy, %",

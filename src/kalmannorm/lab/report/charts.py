@@ -240,12 +240,13 @@ class Figure:
 
     @property
     def images(self) -> dict[str, tuple[tuple[str, ...], Chart]]:
-        """The charts that become image files, by file name: of a choice with many values, such as layers, only the
-        value of the chart that is shown first; the page and the CSV hold all."""
+        """The charts that become image files, by file name. Of layers, and of any choice with many values, only that
+        of the chart that is shown first; the page and the CSV hold all."""
         if not self.choices:
             return {self.slug: self.charts[0]}
         shown = self.charts[self.start][0]
-        many = [i for i in range(len(self.choices)) if len({values[i] for values, _ in self.charts}) > _FEW]
+        counts = [len({values[i] for values, _ in self.charts}) for i in range(len(self.choices))]
+        many = [i for i, name in enumerate(self.choices) if name == "Layer" or counts[i] > _FEW]
         few = [pair for pair in self.charts if all(pair[0][i] == shown[i] for i in many)]
         return {"-".join([self.slug, *filter(None, map(_word, values))]): (values, chart) for values, chart in few}
 

@@ -178,7 +178,19 @@ def _heading(title: str, made: Content) -> Markup:
     count = ", ".join([counted(len(runs), "run"), *(f"{number} {state}" for state, number in states if number)])
     when = datetime.now(timezone.utc).strftime("%d %B %Y, %H:%M UTC")
     line = f"{count} · kalmannorm {kalmannorm.__version__} · {when}"
-    return joined(element("h1", title), element("p", line, class_="muted"))
+    return joined(element("h1", title), element("p", line, class_="muted"), _overview(made))
+
+
+def _overview(made: Content) -> Markup | None:
+    """Of several chapters, what each found first."""
+    if len(made.chapters) < 2:
+        return None
+    items = []
+    for i, (chapter, _) in enumerate(made.chapters):
+        found = [said for comparison in chapter.comparisons for said in sentences(comparison)[:1]]
+        link = element("a", chapter.title, href=f"#chapter-{i + 1}")
+        items.append(element("li", link, element("div", unbroken(found[0])) if found else None))
+    return element("ul", *items, class_="overview")
 
 
 def _document(

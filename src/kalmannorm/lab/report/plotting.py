@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -30,42 +32,74 @@ _STYLE: dict[str, Any] = {
 }
 _MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
 _MOST_LABELS = 14
+_LETTER = 0.075
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Of one panel, in inches. Reckoned, not measured: matplotlib's own layout takes longer than the drawing."""
+
+    width: float
+    height: float
+    left: float
+    below: float
+
+    @classmethod
+    def of(cls, chart: Chart) -> _Room:
+        if isinstance(chart, Bars):
+            bars = [bar for group in chart.panels for bar in group.bars]
+            most = max(len(group.bars) for group in chart.panels)
+            return cls(2.4, 0.26 * most, 0.3 + _LETTER * max(len(bar.label) for bar in bars), 0.35)
+        if isinstance(chart, Heatmap):
+            rows = max((panel.rows for panel in chart.panels), key=len)
+            height = min(2.0, max(0.7, 0.16 * len(rows)))
+            return cls(2.2, height, 0.5 + _LETTER * max(map(len, rows)), 0.55)
+        names = chart.ticks if isinstance(chart, Curves) and _long(chart.ticks) else [""]
+        return cls(2.7, 2.1, 0.75, 0.5 + _LETTER * max(len(name) for name in names))
 
 
 def images(chart: Chart, title: str) -> dict[str, bytes]:
     """As PNG and SVG."""
     with matplotlib.rc_context(_STYLE):
-        lines = -(-len(chart.panels) // (4 if isinstance(chart, Heatmap) else 3))
-        columns = -(-len(chart.panels) // lines)
-        height = _height(chart)
-        canvas = Canvas(figsize=(max(3.6 * columns, 4.6), height * lines + 0.5), dpi=150, layout="constrained")
-        axes = canvas.subplots(lines, columns, squeeze=False, sharey=isinstance(chart, Curves)).ravel()
-        for spare in axes[len(chart.panels) :]:
-            spare.set_axis_off()
+        canvas, axes = _laid(chart)
         if isinstance(chart, Curves):
-            _curves(canvas, list(axes), chart)
+            _curves(canvas, axes, chart)
         elif isinstance(chart, Heatmap):
-            _heatmap(canvas, list(axes), chart)
+            _heatmap(canvas, axes, chart)
         elif isinstance(chart, Scatter):
-            _scatter(list(axes), chart)
+            _scatter(axes, chart)
         else:
-            _bars(list(axes), chart)
-        canvas.suptitle(_plain(title), fontsize=11)
-        # Not savefig, which draws twice per format: laid out and drawn once for the PNG, drawn once more for the SVG.
+            _bars(axes, chart)
+        canvas.text(
+            0.15 / canvas.get_figwidth(), 1 - 0.1 / canvas.get_figheight(), _plain(title), fontsize=11, va="top"
+        )
+        # Not savefig, which draws twice per format.
         png, svg = io.BytesIO(), io.BytesIO()
         FigureCanvasAgg(canvas).print_png(png)  # type: ignore[no-untyped-call]
-        canvas.set_layout_engine("none")
         FigureCanvasSVG(canvas).print_svg(svg, metadata={"Date": None})  # type: ignore[no-untyped-call]
         return {"png": png.getvalue(), "svg": svg.getvalue()}
 
 
-def _height(chart: Chart) -> float:
-    """Of one line of panels, in inches."""
-    if isinstance(chart, Bars):
-        return 0.7 + 0.26 * max(len(group.bars) for group in chart.panels)
-    if isinstance(chart, Heatmap):
-        return min(2.9, 0.9 + 0.14 * max(len(panel.rows) for panel in chart.panels))
-    return 2.9
+def _laid(chart: Chart) -> tuple[Canvas, list[Axes]]:
+    """An axis per panel, line by line, under the title; a margin for the legend below or the scale at the right."""
+    room, above = _Room.of(chart), 0.3
+    lines = -(-len(chart.panels) // (4 if isinstance(chart, Heatmap) else 3))
+    columns = -(-len(chart.panels) // lines)
+    foot, side = (0.35 if isinstance(chart, Curves) else 0.05), (0.95 if isinstance(chart, Heatmap) else 0.2)
+    wide, tall = room.left + room.width, above + room.height + room.below
+    width, height = max(columns * wide + side, 5.2), 0.35 + lines * tall + foot
+    canvas = Canvas(figsize=(width, height), dpi=150)
+    axes = []
+    for i in range(len(chart.panels)):
+        line, column = divmod(i, columns)
+        x = (column * wide + room.left) / width
+        y = (foot + (lines - line - 1) * tall + room.below) / height
+        axes.append(canvas.add_axes((x, y, room.width / width, room.height / height)))
+    return canvas, axes
+
+
+def _long(names: Sequence[str]) -> bool:
+    return max(map(len, names), default=0) > 8
 
 
 def _plain(words: str) -> str:
@@ -95,13 +129,11 @@ def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
         if chart.ticks:
             every = -(-len(chart.ticks) // _MOST_LABELS)
             names = [_plain(name) for name in chart.ticks[::every]]
-            long = max(map(len, names)) > 8
-            ax.set_xticks(range(0, len(chart.ticks), every), names, rotation=60 if long else 0)
+            ax.set_xticks(range(0, len(chart.ticks), every), names, rotation=90 if _long(names) else 0)
             ax.set_xlim(-0.35, len(chart.ticks) - 0.65)
-    axes[0].set_ylabel(chart.y)
-    if not chart.log:
-        axes[0].set_ylim(y_range(chart))
-    canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+        ax.set_ylabel(chart.y)
+        ax.set_ylim(y_range(chart))
+    canvas.legend(handles.values(), handles.keys(), loc="lower center", ncols=6)
 
 
 def y_range(chart: Curves) -> tuple[float, float]:
@@ -114,7 +146,11 @@ def y_range(chart: Curves) -> tuple[float, float]:
                 if y is not None and x >= start:
                     std = 0.0 if chart.aside else (series.std[i] if series.std else None) or 0.0
                     known += [y - std, y + std]
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    known = [value for value in known if value > 0] if chart.log else known
+    low, high = (min(known), max(known)) if known else (0.1, 1.0)
+    if chart.log:
+        factor = max((high / low) ** 0.04, 1.02)
+        return low / factor, high * factor
     edge = (0.12 if chart.aside else 0.04) * (high - low) or 0.5
     return low - edge, min(high + edge, chart.top or math.inf)
 
@@ -133,7 +169,10 @@ def _heatmap(canvas: Canvas, axes: list[Axes], chart: Heatmap) -> None:
         places = range(0, len(panel.rows), -(-len(panel.rows) // _MOST_LABELS))
         ax.set_yticks(list(places), [_plain(panel.rows[i]) for i in places])
     if shown is not None:
-        canvas.colorbar(shown, ax=axes, label=chart.value, extend="both" if chart.diverging else "neither")
+        width = canvas.get_figwidth()
+        place = axes[0].get_position()
+        bar = canvas.add_axes((1 - 0.75 / width, place.y0, 0.12 / width, place.height))
+        canvas.colorbar(shown, cax=bar, label=chart.value, extend="both" if chart.diverging else "neither")
 
 
 def _scatter(axes: list[Axes], chart: Scatter) -> None:

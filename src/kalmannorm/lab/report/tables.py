@@ -134,35 +134,34 @@ def _value(value: Any) -> str:
 def brought(table: Record) -> Markup:
     """A table of an experiment; columns that name the paper are set apart from ours."""
     columns = [str(name) for name in table.get("columns") or []]
-    paper = {i for i, name in enumerate(columns) if "paper" in name.lower()}
-    heads = [
-        element("th", _sorter(name), scope="col", class_=" ".join(_classes(i, paper)) or None)
-        for i, name in enumerate(columns)
-    ]
+    lines = [list(cells) for cells in table.get("rows") or []]
+    kinds = [_kind(i, name, [cells[i] for cells in lines if i < len(cells)]) for i, name in enumerate(columns)]
+    heads = [element("th", _sorter(name), scope="col", class_=kinds[i]) for i, name in enumerate(columns)]
     rows = []
-    for order, cells in enumerate(table.get("rows") or []):
+    for order, cells in enumerate(lines):
         made = []
-        for i, cell in enumerate(cells):
+        for i, cell in enumerate(cells[: len(columns)]):
             words, key = cell_text(cell)
-            known = (
-                element("span", words, title=f"n = {cell['n']}") if isinstance(cell, dict) and "n" in cell else words
-            )
-            kind = " ".join([*_classes(i, paper), *(["text"] if key is None and words != "–" else [])]) or None
-            if i == 0:
-                made.append(element("th", known, scope="row", class_=kind, data_value=order if key is None else key))
-            else:
-                made.append(element("td", known, class_=kind, data_value=words if key is None else key))
+            seeds = f"n = {cell['n']}" if isinstance(cell, dict) and "n" in cell else None
+            name, scope, sort = ("th", "row", order) if i == 0 else ("td", None, words)
+            value = sort if key is None else key
+            made.append(element(name, words, scope=scope, class_=kinds[i], data_value=value, title=seeds))
         rows.append(element("tr", *made))
     title, note = str(table.get("title") or ""), table.get("note")
     return joined(
         element("h4", title) if title else None,
-        _box(title or "Table", element("tr", *heads), rows),
+        _box(title or "Table", element("tr", *heads), rows, "sortable brought"),
         element("p", note, class_="note") if note else None,
     )
 
 
-def _classes(column: int, paper: set[int]) -> list[str]:
-    return [*(["name"] if column == 0 else []), *(["paper"] if column in paper else [])]
+def _kind(place: int, name: str, cells: Sequence[Any]) -> str | None:
+    """How a column looks: the first one stays, the paper's are set apart, words stand to the left."""
+    classes = ["name"] if place == 0 else []
+    classes += ["paper"] if "paper" in name.lower() else []
+    known = [cell for cell in cells if cell is not None]
+    classes += ["text"] if known and all(isinstance(cell, str) for cell in known) else []
+    return " ".join(classes) or None
 
 
 def cell_text(cell: Any) -> tuple[str, float | None]:
@@ -179,9 +178,7 @@ def cell_text(cell: Any) -> tuple[str, float | None]:
     return ("–" if cell is None or isinstance(cell, (dict, list)) else str(cell)), None
 
 
-def _box(name: str, head: object, rows: Sequence[Markup]) -> Markup:
+def _box(name: str, head: object, rows: Sequence[Markup], kind: str = "sortable") -> Markup:
     """Wide tables scroll in their box, never the page; the box takes the focus so that keys can scroll it."""
-    table = element(
-        "table", element("caption", name), element("thead", head), element("tbody", *rows), class_="sortable"
-    )
+    table = element("table", element("caption", name), element("thead", head), element("tbody", *rows), class_=kind)
     return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)

@@ -61,7 +61,7 @@ function drawCurves(nodes, chart, view) {
         const nearest = all.reduce((best, place, i) => (Math.abs(place - wanted) < Math.abs(all[best] - wanted) ? i : best), 0);
         read(nearest, false, py);
       },
-      move: (key) => read(current + (key === "ArrowRight" || key === "ArrowUp" ? 1 : -1), true),
+      move: (key) => read(current + (key === "ArrowRight" || key === "ArrowDown" ? 1 : -1), true),
       leave: () => { rule.setAttribute("visibility", "hidden"); dots.replaceChildren(); tip.hide(); },
     });
   });

@@ -61,9 +61,9 @@ function buildControls(node, figure, view, current, changed) {
 
 /** Buttons side by side for a few short values, a list for many. */
 function chooser(name, values, chosen, choose) {
-  const group = make("div", { class: "chooser", role: "group", "aria-label": name }, make("span", { class: "name" }, name));
+  const group = make("div", { class: "chooser" }, make("span", { class: "name" }, name));
   if (values.length <= 4 && values.join("").length < 40) {
-    const row = make("div", { class: "segments" });
+    const row = make("div", { class: "segments", role: "group", "aria-label": name });
     for (const value of values) {
       const button = make("button", { type: "button", "aria-pressed": String(value === chosen), "data-key": `${name}=${value}` }, value);
       button.addEventListener("click", () => choose(value));

@@ -32,7 +32,7 @@ function drawScatter(nodes, chart) {
         const far = (i) => (x(panel.x[i]) - px) ** 2 + (y(panel.y[i]) - py) ** 2;
         read(order.reduce((best, i, place) => (far(i) < far(order[best]) ? place : best), 0), false);
       },
-      move: (key) => read(current + (key === "ArrowRight" || key === "ArrowUp" ? 1 : -1), true),
+      move: (key) => read(current + (key === "ArrowRight" || key === "ArrowDown" ? 1 : -1), true),
       leave: () => { ring.setAttribute("visibility", "hidden"); tip.hide(); },
     });
   });

@@ -64,8 +64,9 @@ const tip = {
     const box = this.node.getBoundingClientRect();
     const right = x + 14 + box.width < document.documentElement.clientWidth - 4;
     const left = right ? x + 14 : Math.max(4, x - 14 - box.width);
-    this.node.style.left = `${left}px`;
-    this.node.style.top = `${clamp(y - box.height / 2, 4, Math.max(4, innerHeight - box.height - 4))}px`;
+    const top = clamp(y - box.height / 2, 4, Math.max(4, innerHeight - box.height - 4));
+    this.node.style.left = `${left + scrollX}px`; // on the page, not the window: it stays with its plot
+    this.node.style.top = `${top + scrollY}px`;
     if (aloud) this.spoken.textContent = `${title}: ${rows.map((row) => `${row.label} ${row.value}`).join(", ")}`;
   },
 

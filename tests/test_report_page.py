@@ -1,0 +1,249 @@
+"""The page in a real browser: it draws, answers to mouse, finger and keys, fits a phone, and runs nobody's code."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from kalmannorm.lab.recipe import Recipe
+from kalmannorm.lab.records import read_json, write_json
+from kalmannorm.lab.report import write
+from report_runs import LAYERS, SETTINGS, accuracies, make_comparison, make_experiment, make_run
+
+api = pytest.importorskip("playwright.sync_api", reason="the test extra brings playwright")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt-get install chromium")
+
+HOSTILE = '</script><img src=x onerror="window.pwned=1">'
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("report")
+    made = {
+        "demo": write([make_comparison(folder / "demo")], folder / "demo.html"),
+        "experiment": write([make_experiment(folder / "experiment")], folder / "experiment.html"),
+    }
+    hostile = make_experiment(folder / "hostile", seeds=1)
+    # A slash cannot be in a folder's name.
+    make_run(hostile / HOSTILE.replace("/", "-"), Recipe(dataset=HOSTILE, model=HOSTILE, epochs=12, statistics_batch=2))
+    record = read_json(hostile / "experiment.json")
+    record |= {"title": HOSTILE, "question": HOSTILE, "notes": [HOSTILE]}
+    record["tables"][0] |= {"title": HOSTILE, "columns": [HOSTILE] * 5, "rows": [[HOSTILE] * 5]}
+    record["figures"][0] |= {"title": HOSTILE, "groups": [record["figures"][0]["groups"][0] | {"label": HOSTILE}]}
+    write_json(hostile / "experiment.json", record)
+    made["hostile"] = write([hostile], folder / "hostile.html")
+    return made
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=BROWSER)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, pages):
+    """Opens a page, and at the end demands that nothing was complained of and nothing asked for."""
+    contexts, complaints = [], []
+
+    def open_page(name: str = "demo", width: int = 1280, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url != pages[name].as_uri() and complaints.append(request.url))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.goto(pages[name].as_uri())
+        page.wait_for_selector("html[data-ready=yes]", state="attached")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def figure(page, title: str):
+    return page.locator("figure").filter(has=page.locator("h4", has_text=title))
+
+
+def tooltip(page) -> dict[str, str]:
+    """What it says, by label; nothing where it is hidden."""
+    rows = page.locator("#tip:visible .row")
+    return {row.locator(".label").inner_text(): row.locator(".value").inner_text() for row in rows.all()}
+
+
+def point_at(page, plot, x: float, y: float = 0.5) -> None:
+    """The mouse, at these shares of a plot's width and height."""
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+
+
+@pytest.mark.parametrize("name", ["demo", "experiment"])
+def test_every_figure_is_drawn(opened, name):
+    page = opened(name)
+    figures = page.locator("figure").all()
+    assert len(figures) >= 7
+    for one in figures:
+        drawn = one.locator("polyline.line, circle.spot, rect.fill, canvas.cells").all()
+        assert drawn, one.locator("h4").inner_text()
+        for shape in drawn[:40]:
+            box = shape.bounding_box()
+            assert box["width"] + box["height"] > 1
+    # A map is not one flat colour.
+    colours = (
+        figure(page, "ariance")
+        .first.locator("canvas.cells")
+        .first.evaluate(
+            "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
+        )
+    )
+    assert colours > 20
+
+
+def test_a_hover_shows_mean_and_spread_of_the_seeds(opened):
+    page = opened()
+    plot = figure(page, "Accuracy against setting").locator(".canvas").first
+    assert tooltip(page) == {}
+    point_at(page, plot, 0.97)  # the last setting, (64, 1), in population mode
+    seeds = [accuracies("bn", 1, seed)["population"] for seed in range(3)]
+    assert tooltip(page)["BN"] == f"{statistics.fmean(seeds):.1f} ± {statistics.stdev(seeds):.1f}"
+    assert "(64, 1)" in page.locator("#tip .title").inner_text()
+    values = [float(value.split()[0]) for value in tooltip(page).values()]
+    assert len(values) == 5 and values == sorted(values, reverse=True)
+    page.mouse.move(2, 2)
+    assert tooltip(page) == {}
+
+
+def test_a_hover_over_a_map_reads_that_cell_in_every_map(opened, pages):
+    page = opened()
+    gap = figure(page, "moving average")
+    gap.get_by_label("Layer").select_option("features.4")
+    gap.get_by_role("button", name="(64, 2)").click()
+    cells = gap.locator("canvas.cells").nth(1)
+    point_at(page, cells, 10.5 / 40, 3.5 / LAYERS["features.4"])  # channel 3, batch 10
+    assert "channel 3, batch 10" in page.locator("#tip .title").inner_text()
+    folder = pages["demo"].parent / "demo"
+    for label, method in (("BN", "bn"), ("BKN", "bkn")):
+        record = read_json(folder / f"digits-net-{method}-64x2-s0" / "analysis" / "variance-gap.json")
+        value = next(layer for layer in record["layers"] if layer["name"] == "features.4")["gap"][3][10]
+        assert float(tooltip(page)[label].replace("−", "-")) == pytest.approx(value, abs=6e-4)
+
+
+def test_keys_read_a_plot_aloud(opened):
+    page = opened()
+    for one in page.locator("figure").all():
+        plot = one.locator(".canvas").first
+        plot.focus()
+        page.keyboard.press("ArrowRight")
+        first = page.locator("#spoken").inner_text()
+        assert tooltip(page) and all(value in first for value in tooltip(page).values())
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowDown")
+        assert page.locator("#spoken").inner_text() != first
+        page.keyboard.press("Escape")
+        assert tooltip(page) == {}
+
+
+def test_a_finger_reads_a_plot(opened):
+    page = opened(width=375, has_touch=True)
+    plot = figure(page, "Accuracy against setting").locator(".canvas").first
+    plot.tap()
+    assert len(tooltip(page)) == 5
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 375
+
+
+def test_the_legend_hides_a_line_and_the_choices_change_the_chart(opened):
+    page = opened()
+    training = figure(page, "along training").first
+    lines = training.locator(".panels polyline.line")
+    before = lines.count()
+    button = training.get_by_role("button", name="BN", exact=True)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false" and lines.count() == before - len(SETTINGS)
+    point_at(page, training.locator(".canvas").first, 0.6)
+    assert "BN" not in tooltip(page) and "BKN" in tooltip(page)
+    training.get_by_role("button", name="loss").click()
+    assert training.locator("text.label", has_text="test loss").count() == len(SETTINGS)
+    training.get_by_role("button", name="step").click()
+    point_at(page, training.locator(".canvas").first, 0.99)
+    assert "step 168" in page.locator("#tip .title").inner_text()
+    assert "BN" not in tooltip(page)  # what was hidden stays hidden
+
+
+def test_click_and_enter_sort_a_table(opened):
+    page = opened()
+    table = page.locator("table").first
+    head = table.locator("thead tr").nth(1).locator("th").nth(6)  # (64, 1), population
+
+    def column() -> list[float]:
+        return [float(cell) for cell in table.locator("tbody tr td:nth-child(8) .mean").all_inner_texts()]
+
+    before = column()
+    assert before != sorted(before, reverse=True)
+    head.get_by_role("button").click()
+    assert column() == sorted(before, reverse=True) and head.get_attribute("aria-sort") == "descending"
+    head.get_by_role("button").press("Enter")
+    assert column() == sorted(before) and head.get_attribute("aria-sort") == "ascending"
+    assert table.locator("[aria-sort]").count() == 1
+    for _ in range(2):  # GN has no `batch`: it stays last in either order
+        table.locator("thead tr").nth(1).locator("th").nth(7).get_by_role("button").click()
+        assert table.locator("tbody tr").last.locator("th").inner_text() == "GN"
+    table.get_by_role("button", name="Method").click()
+    assert table.locator("tbody th").all_inner_texts() == ["BN", "BRN", "GN", "BKN", "BKN learned"]
+
+
+@pytest.mark.parametrize("name", ["demo", "experiment", "hostile"])
+def test_a_phone_scrolls_tables_not_the_page(opened, name):
+    page = opened(name, width=375)
+    page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    for table in page.locator(".scroll").all():
+        assert table.bounding_box()["width"] <= 375
+    if name == "demo":
+        assert page.locator(".scroll").first.evaluate("box => box.scrollWidth > box.clientWidth")
+
+
+def test_a_plot_follows_the_width_of_the_window(opened):
+    page = opened()
+    plot = page.locator("figure .canvas svg").first
+    wide = plot.bounding_box()["width"]
+    page.set_viewport_size({"width": 500, "height": 900})
+    page.wait_for_function("wide => document.querySelector('figure .canvas svg').clientWidth !== wide", arg=round(wide))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 500
+
+
+def test_dark_follows_the_system_and_the_button(opened):
+    page = opened(color_scheme="dark")
+
+    def ground() -> int:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        return sum(colour)
+
+    def cell() -> list[int]:
+        return page.locator("canvas.cells").first.evaluate("c => [...c.getContext('2d').getImageData(0, 0, 1, 1).data]")
+
+    dark, dark_cell = ground(), cell()
+    assert dark < 150
+    page.locator("#theme").click()
+    assert ground() > 600 and cell() != dark_cell
+    page.reload()  # the choice is remembered
+    assert ground() > 600
+
+
+def test_what_records_say_is_shown_and_never_run(opened):
+    page = opened("hostile")
+    assert page.evaluate("window.pwned") is None
+    assert page.locator("img").count() == 0
+    assert page.locator("h1").inner_text() == HOSTILE
+    assert page.locator("table").first.locator("th").first.inner_text().startswith(HOSTILE)
+    assert figure(page, HOSTILE).locator(".legend button").inner_text() == HOSTILE
