@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from origin import origin
+from kalmannorm.lab.origin import origin
 
 RECORD = Path(__file__).parent / "records" / "conversion.csv"
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import kalmannorm
+from kalmannorm.lab.origin import origin
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "deploy.csv"
@@ -171,8 +172,6 @@ def main() -> None:
     unknown = wanted - {chosen.family for chosen in FAMILIES}
     if unknown:
         parser.error(f"--only: there is no family {', '.join(sorted(unknown))}")
-    from origin import origin  # here, for tests import this file from elsewhere
-
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # small models gain nothing from more
     rows, source, found = [], origin("timm", "torchvision", "onnxruntime"), list[str]()

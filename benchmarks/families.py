@@ -32,9 +32,9 @@ import family_checks as checks
 import family_models as models
 import family_table
 import torch
-from origin import origin
 
 import kalmannorm
+from kalmannorm.lab.origin import origin
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "families.csv"

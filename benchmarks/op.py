@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from origin import origin
 from torch import Tensor
 from torch.nn import functional as F
 
 import kalmannorm
 from kalmannorm.kernels import reference
+from kalmannorm.lab.origin import origin
 
 SHAPES = ((8, 64, 24, 24), (128, 96, 16, 16), (32, 256, 28, 28))
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}

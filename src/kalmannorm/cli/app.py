@@ -8,6 +8,7 @@ import sys
 import typer
 
 from kalmannorm.cli.analyse import analyse
+from kalmannorm.cli.bench import bench
 from kalmannorm.cli.compare import compare
 from kalmannorm.cli.data import data
 from kalmannorm.cli.demo import demo
@@ -32,6 +33,7 @@ app.command("evaluate")(evaluate)
 app.command("analyse")(analyse)
 app.command("report")(report)
 app.command("reproduce")(reproduce)
+app.command("bench")(bench)
 app.add_typer(data, name="data")
 
 

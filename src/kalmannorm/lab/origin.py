@@ -32,8 +32,10 @@ def commit() -> str:
 
 def command() -> str:
     """This process's command line, as one would type it."""
-    program = Path(sys.argv[0])
-    words = ["kalmannorm"] if program.stem in ("kalmannorm", "__main__") else ["python", program.name]
+    program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).parents[3]
+    script = program.suffix == ".py" and program.is_relative_to(checkout)
+    name = program.relative_to(checkout).as_posix() if script else program.name
+    words = ["kalmannorm"] if program.stem in ("kalmannorm", "__main__") else ["python", name]
     return shlex.join([*words, *sys.argv[1:]])
 
 
