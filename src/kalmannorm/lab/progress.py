@@ -36,7 +36,7 @@ class CellProgress:
 
     @property
     def over(self) -> bool:
-        return self.state not in ("waiting", "running")
+        return self.state in ("finished", "diverged", "failed")
 
     def hear(self, record: Record, now: float) -> None:
         if record["event"] in ("progress", "train"):
