@@ -41,7 +41,7 @@ def test_imagenet_is_the_papers_own(monkeypatch):
     assert chosen.stand_in is False and chosen.models == {"inception": "bn-inception", "resnet": "resnet101"}
     assert [(cell.recipe.epochs, cell.recipe.seed) for cell in chosen.cells] == [(34, 0)] * 6  # no GN, one seed
     assert plan(experiment("moderate"), Wanted("folder:/my/imagenet"), EXECUTION).stand_in is False
-    assert plan(experiment("moderate"), Wanted(model="resnet50"), EXECUTION).stand_in is True
+    assert plan(experiment("moderate"), Wanted(model="resnet18"), EXECUTION).stand_in is True
     pretend(monkeypatch, 100, 126_000)
     assert plan(experiment("moderate"), Wanted("folder:/my/birds"), EXECUTION).stand_in is True
 
@@ -59,6 +59,7 @@ def test_each_cell_has_a_folder_of_its_own(monkeypatch):
         ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is more than the 200"),
         ({"dataset": "digits", "budget": 0.0}, "--budget must be positive"),
         ({"dataset": "digits", "seeds": 0}, "--seeds must be at least 1"),
+        ({"dataset": "digits", "model": "nonsense"}, "unknown model 'nonsense'"),
         ({"dataset": "digitz"}, "did you mean 'digits'"),
         ({"dataset": "digits", "changes": {"precision": "half"}}, "unknown precision"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
-from kalmannorm.lab.experiments.widths import matching_width
+from kalmannorm.lab.experiments.widths import batchnorm_parameters, matching_width
 from kalmannorm.lab.presets import FOLDER, at_setting, preset
 from kalmannorm.lab.recipe import Execution, Recipe
 
@@ -89,6 +89,8 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
         start = dataclasses.replace(preset(dataset), **_of_data(wanted.changes))
         data = _data(experiment, start, execution)
         other = stands_in(experiment, dataset, data) or start.train_examples is not None
+        if wanted.model is not None and data is not None:
+            batchnorm_parameters(wanted.model, 1.0, data.classes, data.shape)  # an unknown or unfit net raises here
         for role, model in _models(experiment, dataset, wanted.model).items():
             stand_in = stand_in or other or model != _paper_models(experiment)[role]
             for arm in arms_of(experiment, wanted, cheap=other):
