@@ -1,8 +1,8 @@
 """Measures on digits what the README shows, and writes it to `records/`; `draw.py` draws it.
 
 The runs are those of `kalmannorm demo`, with five seeds. `records/accuracy.jsonl` holds the test accuracy of each;
-`records/deviation.jsonl`, for each layer, how far the σ that a batch is normalized with in training lies from the σ that
-inference will use:
+`records/deviation.jsonl` says how far, in each layer, the σ that a batch is normalized with in training lies from the σ
+that inference will use:
 
     ratio = sqrt(posterior var of a batch / running var)      per channel and batch; 1 where the two agree
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def run_cells(
     analysed once they are trained. Raises `FailedCellsError` after the last cell if some failed, `Interrupted`
     after a Ctrl-C, when every worker has saved.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise LabError("many runs are spread over the GPUs without torchrun: start the command by itself")
     cells = table.checked(cells)
     todo = [
         (name, recipe)
