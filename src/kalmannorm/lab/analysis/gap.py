@@ -30,7 +30,8 @@ MOST_CHANNELS, MOST_BATCHES = 64, 200
 
 @dataclass(frozen=True)
 class LayerGap:
-    """One norm. `gap` and `observed_gap` are rows of channels by columns of groups, thinned evenly."""
+    """One norm. `gap` has rows of channels and columns of groups, thinned evenly; where there is no prior, what is
+    observed is what normalizes, and the figures of both are the same."""
 
     name: str
     channels: int
@@ -38,8 +39,6 @@ class LayerGap:
     gap: list[list[float]]
     mean_abs: float
     spread: float
-    observed_gap: list[list[float]] | None
-    """None where there is no prior: then it is `gap`."""
     observed_mean_abs: float
     observed_spread: float
 
@@ -145,7 +144,7 @@ class _Layer:
         self.observed: _Gap | None = None
         if prior:
             average = norm.running_var if norm.observed_var is None else norm.observed_var
-            self.observed = _Gap(average, norm.eps, columns)
+            self.observed = _Gap(average, norm.eps, [])
 
     def add(self, sight: Sight) -> None:
         self.posterior.add(sight.posterior.var)
@@ -161,7 +160,6 @@ class _Layer:
             gap=self.posterior.matrix(),
             mean_abs=self.posterior.mean_abs(),
             spread=self.posterior.spread(),
-            observed_gap=None if self.observed is None else self.observed.matrix(),
             observed_mean_abs=raw.mean_abs(),
             observed_spread=raw.spread(),
         )
