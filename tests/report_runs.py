@@ -39,7 +39,8 @@ ANALYSED_SEED = 0
 def make_comparison(folder: Path, *, seeds: int = 3, **fields) -> Path:
     """A whole comparison in `folder`; further fields go to every recipe."""
     for method in METHOD_NAMES:
-        for gradient_batch, statistics_batch in SETTINGS:
+        # A method without groups runs once per gradient batch, as `compare` has it.
+        for gradient_batch, statistics_batch in SETTINGS if METHODS[method].groups else SETTINGS[:1]:
             for seed in range(seeds):
                 recipe = Recipe(
                     method=method,

@@ -96,6 +96,18 @@ def test_a_diverged_run_counts_as_what_it_is(whole):
     assert line.y[-1] < 70
 
 
+def test_a_method_without_groups_stands_at_every_setting_and_adds_none(tmp_path, whole):
+    comparison = compared(whole)
+    gn = next(variant for variant in comparison.variants if variant.method == "gn")
+    scores = spread(accuracies("gn", 64, seed)["population"] for seed in range(3))
+    assert {comparison.accuracy(gn, setting, "population") for setting in comparison.settings} == {scores}
+    assert len(comparison.counting) == len({run.place for run in comparison.counting})
+    add(tmp_path, recipe("gn", 64))
+    assert compared(tmp_path).settings == [(64, 64)]
+    add(tmp_path, recipe("bn", 2))
+    assert compared(tmp_path).settings == [(64, 2)]
+
+
 def test_unlike_runs_are_not_averaged(tmp_path):
     for seed in range(2):
         add(tmp_path, recipe(seed=seed), 98.0)
@@ -135,7 +147,8 @@ def test_of_the_same_recipe_the_last_run_counts(tmp_path):
 
 
 def test_folders_that_overlap_give_each_run_once(whole):
-    assert len(collect([whole, whole.parent, whole]).runs) == len(METHOD_NAMES) * len(SETTINGS) * 3
+    places = [run.place for run in collect([whole, whole.parent, whole]).runs]
+    assert len(places) == len(set(places)) == ((len(METHOD_NAMES) - 1) * len(SETTINGS) + 1) * 3  # GN at one setting
 
 
 def test_the_first_sentence_tells_who_falls_and_who_holds(whole):
@@ -181,6 +194,16 @@ def test_gains_and_speed_are_told_from_results(whole):
     mean = statistics.fmean(q for run in cell for q in run.result["gains"].values())
     assert f"{mean:.2f} at (64, 1)" in told
     assert "GN 0.9" in " ".join(on_speed(comparison))
+
+
+def test_speeds_that_vary_between_seeds_are_not_compared(tmp_path):
+    for seed, speed in ((0, 1000.0), (1, 2000.0)):
+        for method in ("bn", "bkn"):
+            made = add(tmp_path, recipe(method, seed=seed))
+            write_json(made / "result.json", read_json(made / "result.json") | {"images_per_second": speed})
+    assert on_speed(compared(tmp_path)) == [
+        "Seeds of one method differ in speed by up to 47% (standard deviation): too much to compare."
+    ]
 
 
 def test_speeds_of_different_machines_are_not_compared(tmp_path):

@@ -62,15 +62,30 @@ class Comparison:
     def counting(self) -> list[Found]:
         return [run for runs in self.cells.values() for run in runs]
 
+    def seeds(self, variant: Variant, setting: Setting) -> list[Found]:
+        """The runs of a cell. A method without groups has the same ones at every setting of its gradient batch."""
+        own = self.cells.get((variant, setting))
+        if own is not None or grouped(variant.method):
+            return own or []
+        kin = (
+            runs for (v, s), runs in self.cells.items() if v == variant and s.gradient_batch == setting.gradient_batch
+        )
+        return next(kin, [])
+
     def accuracy(self, variant: Variant, setting: Setting, mode: str) -> Spread | None:
         return self.measured(variant, setting, "accuracy", mode)
 
     def measured(self, variant: Variant, setting: Setting, *keys: str) -> Spread | None:
         """A number of the results, averaged over the seeds of a cell."""
-        return spread(_number(run.result, keys) for run in self.cells.get((variant, setting), []))
+        return spread(_number(run.result, keys) for run in self.seeds(variant, setting))
 
     def diverged(self, variant: Variant, setting: Setting) -> int:
-        return sum(run.state == "diverged" for run in self.cells.get((variant, setting), []))
+        return sum(run.state == "diverged" for run in self.seeds(variant, setting))
+
+
+def grouped(method: str) -> bool:
+    """Whether the statistics batch matters to it."""
+    return method not in METHODS or METHODS[method].groups
 
 
 def _number(record: Any, keys: Sequence[str]) -> float | None:
@@ -145,12 +160,20 @@ def _comparison(runs: list[Found]) -> Comparison:
         recipes[0].dataset,
         recipes[0].model,
         list(variants.values()),
-        sorted({recipe.setting for recipe in recipes}, key=lambda s: (-s.gradient_batch, -s.statistics_batch)),
+        _settings(recipes),
         cells,
         runs,
         {name: getattr(recipes[0], name) for name in _TASK[2:]} | {n: v[0] for n, v in values.items() if len(v) == 1},
         {name: found for name, found in values.items() if len(found) > 1},
     )
+
+
+def _settings(recipes: list[Recipe]) -> list[Setting]:
+    """Large ones first. A method without groups adds none where others say which statistics batches matter."""
+    found = {recipe.setting for recipe in recipes if grouped(recipe.method)}
+    batches = {setting.gradient_batch for setting in found}
+    found |= {recipe.setting for recipe in recipes if recipe.gradient_batch not in batches}
+    return sorted(found, key=lambda setting: (-setting.gradient_batch, -setting.statistics_batch))
 
 
 def _varies_within_a_cell(recipes: list[Recipe], name: str) -> bool:

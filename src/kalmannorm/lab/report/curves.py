@@ -77,7 +77,7 @@ def along_training(comparison: Comparison, slug: str) -> Figure | None:
             for setting in comparison.settings:
                 lines = []
                 for variant in comparison.variants:
-                    runs = comparison.cells.get((variant, setting), [])
+                    runs = comparison.seeds(variant, setting)
                     line = curve(variant.label, variant.colour, runs, measured, quantity)
                     if line is not None:
                         lines.append(line)

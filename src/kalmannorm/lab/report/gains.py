@@ -27,7 +27,7 @@ def along_depth(comparison: Comparison, slug: str) -> Figure | None:
     for setting in comparison.settings:
         lines = []
         for variant in comparison.variants:
-            runs = [final(run) for run in comparison.cells.get((variant, setting), [])]
+            runs = [final(run) for run in comparison.seeds(variant, setting)]
             found = [(place[name], spread(run.get(name) for run in runs)) for name in layers]
             known = [(x, value) for x, value in found if value is not None]
             if known:
@@ -37,7 +37,7 @@ def along_depth(comparison: Comparison, slug: str) -> Figure | None:
         if lines:
             panels.append(Lines(str(setting), lines))
     caption = (
-        "q is the trust in the mini-batch's own statistics, 1 - q that in the prior; q = 1 would be batch norm. "
+        "q is the trust in the mini-batch's own statistics, 1 − q that in the prior; q = 1 would be batch norm. "
         "Layers from input to output, as training left them; mean and standard deviation over seeds."
     )
     return Figure(slug, "Gain along depth", caption, [((), Curves(panels, "layer", "gain q", layers))])
@@ -46,9 +46,9 @@ def along_depth(comparison: Comparison, slug: str) -> Figure | None:
 def along_training(comparison: Comparison, slug: str) -> Figure | None:
     """Layers × training, one map per method and setting; the mean over seeds."""
     maps = []
-    for setting in comparison.settings:
-        for variant in comparison.variants:
-            made = _map(f"{variant.label} {setting}", comparison.cells.get((variant, setting), []))
+    for variant in comparison.variants:
+        for setting in comparison.settings:
+            made = _map(f"{variant.label} {setting}", comparison.seeds(variant, setting))
             if made is not None:
                 maps.append(made)
     values = [value for panel in maps for row in panel.values for value in row if value is not None]

@@ -36,7 +36,7 @@ def variance_gap(comparison: Comparison, slug: str) -> Figure | None:
     for setting in comparison.settings:
         shown: list[Labelled] = []
         for variant in comparison.variants:
-            records = (gap_of(run) for run in comparison.cells.get((variant, setting), []))
+            records = (gap_of(run) for run in comparison.seeds(variant, setting))
             record = next((record for record in records if record is not None), None)
             if record is not None:
                 shown.append((variant.label, record))

@@ -68,16 +68,17 @@ def _topics(chapter: Chapter, prefix: str) -> list[Topic]:
     several = len(chapter.comparisons) > 1
     for i, comparison in enumerate(chapter.comparisons):
         tail, start = (f": {comparison.title}", f"{prefix}{i + 1}-") if several else ("", prefix)
-        topics += [Topic(topic.title + tail, topic.items) for topic in _comparison(comparison, start)]
+        named = chapter.title != comparison.title and not several
+        topics += [Topic(topic.title + tail, topic.items) for topic in _comparison(comparison, start, named)]
     return topics
 
 
-def _comparison(comparison: Comparison, prefix: str) -> list[Topic]:
+def _comparison(comparison: Comparison, prefix: str, named: bool) -> list[Topic]:
     found: list[tuple[str, list[Item | None]]] = [
         (
             "Results",
             [
-                element("p", what(comparison), class_="lead"),
+                element("p", what(comparison, named), class_="lead"),
                 element("ul", *(element("li", unbroken(said)) for said in sentences(comparison)), class_="findings"),
                 curves.against_setting(comparison, f"{prefix}accuracy"),
                 results(comparison),

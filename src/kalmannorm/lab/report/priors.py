@@ -19,7 +19,7 @@ def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
     analysed: list[tuple[str, int, list[Record]]] = []
     for variant in comparison.variants:
         for setting in comparison.settings:
-            for run in comparison.cells.get((variant, setting), []):
+            for run in comparison.seeds(variant, setting):
                 layers = run.analyses.get("layers", {}).get("layers") or []
                 layers = [layer for layer in layers if layer.get("prior_var")]
                 if layers:

@@ -18,8 +18,12 @@ _POINT = 1.0
 """A change in accuracy that is worth a verb, in %."""
 
 
-def what(comparison: Comparison) -> str:
-    """What was compared, in one sentence."""
+_NOISY = 0.15
+"""A standard deviation of speeds, relative to their mean, above which the machine was busy with something else."""
+
+
+def what(comparison: Comparison, named: bool = True) -> str:
+    """What was compared, in one sentence; with the names of model and data set where no title says them."""
     seeds = {len(runs) for runs in comparison.cells.values()}
     epochs = comparison.common.get("epochs")
     made = f"{counted(len(comparison.variants), 'method')} at {counted(len(comparison.settings), 'setting')}"
@@ -28,7 +32,7 @@ def what(comparison: Comparison) -> str:
         made += f", {counted(most, 'seed') if fewest == most else f'{fewest} to {most} seeds'} each"
     if epochs is not None:
         made += f", {epochs:g} epochs"
-    return f"{comparison.model} on {comparison.dataset}: {made}."
+    return f"{comparison.title}: {made}." if named else f"{made}."
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -146,7 +150,7 @@ def on_gains(comparison: Comparison) -> list[str]:
     for variant in _kalman(comparison):
         means = []
         for setting in comparison.settings:
-            values = [q for run in comparison.cells.get((variant, setting), []) for q in final(run).values()]
+            values = [q for run in comparison.seeds(variant, setting) for q in final(run).values()]
             if values:
                 means.append(f"{number(statistics.fmean(values), 2)} at {setting}")
         if means:
@@ -155,11 +159,11 @@ def on_gains(comparison: Comparison) -> list[str]:
 
 
 def on_speed(comparison: Comparison) -> list[str]:
-    """As a ratio to batch norm, on one kind of machine only."""
+    """As a ratio to batch norm, on one kind of machine only, and only where the seeds agree."""
     baselines = _of(comparison, "bn")
     if not baselines or len(hardware(comparison)) != 1:
         return []
-    told = []
+    told, noise = [], 0.0
     for variant in comparison.variants:
         ratios = []
         for setting in comparison.settings:
@@ -167,8 +171,11 @@ def on_speed(comparison: Comparison) -> list[str]:
             base = comparison.measured(baselines[0], setting, "images_per_second")
             if one is not None and base is not None and base.mean > 0:
                 ratios.append(one.mean / base.mean)
+                noise = max(noise, *((value.std or 0.0) / value.mean for value in (one, base)))
         if ratios and variant != baselines[0]:
             told.append(f"{variant.label} {number(statistics.median(ratios), 2)}")
+    if told and noise > _NOISY:
+        return [f"Seeds of one method differ in speed by up to {noise:.0%} (standard deviation): too much to compare."]
     label = baselines[0].label
     return [f"Training speed, as a ratio to {label} (median over settings): {', '.join(told)}."] if told else []
 

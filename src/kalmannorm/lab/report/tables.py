@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.comparison import Comparison, Variant, grouped
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.spread import Spread, apart
-from kalmannorm.lab.report.wording import accuracy, number, option, plus_minus
+from kalmannorm.lab.report.wording import accuracy, listed, number, option, plus_minus
 from kalmannorm.lab.setting import Setting
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
@@ -111,6 +111,10 @@ def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     ]
     if counts == [1]:
         parts[:2] = ["Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column."]
+    single = [v.label for v in comparison.variants if not grouped(v.method)]
+    if single and len(comparison.settings) > 1:
+        verb = "has" if len(single) == 1 else "have"
+        parts.append(f"{listed(single)} {verb} no statistics batch: the same runs in all columns.")
     if any(run.state == "diverged" for run in comparison.counting):
         parts.append("† holds diverged runs, with the accuracy they ended with; it is never level with the best.")
     return element("p", " ".join(parts), class_="note")
