@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LAB := $(VENV)/.lab
 INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help install demo test lint unit bench deploy-check families figures clean
 
@@ -17,12 +19,16 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(LAB): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lab,test]'
+	$(PIP) --editable '.[lab]'
 	@touch $@
 
-demo: install
+$(INSTALLED): $(LAB)
+	$(PIP) --editable '.[lab,test]'
+	@touch $@
+
+demo: $(LAB)
 	$(BIN)/kalmannorm demo
 
 test: lint unit
