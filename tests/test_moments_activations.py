@@ -202,6 +202,44 @@ def test_gradients_with_the_mean_on_a_knot(case):
     assert torch.autograd.gradcheck(lambda a, b: case(Moments(a, b))[:2], (mean, var))
 
 
+closed = pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name in ("relu", "leaky_relu", "relu6", "hardswish")],
+    ids=lambda case: case.id,
+)
+
+
+@closed
+def test_gradients_of_gradients(case):
+    """A closed form has none of its own: those of the operations it stands for."""
+    mean = torch.tensor([[0.3, -0.7, 2.9]], dtype=torch.float64, requires_grad=True)
+    var = torch.tensor([[0.5, 2.0, 0.2]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda a, b: case(Moments(a, b))[:2], (mean, var))
+
+
+@closed
+def test_transforms_and_forward_mode(case):
+    mean, var = torch.tensor([0.3, -0.7, 2.9]).double(), torch.tensor([0.5, 2.0, 0.2]).double()
+
+    def total(mean, var):
+        found = case(Moments(mean.view(1, -1), var.view(1, -1)))
+        return (found.mean + 3 * found.var).sum()
+
+    leaves = mean.clone().requires_grad_(), var.clone().requires_grad_()
+    expected = torch.autograd.grad(total(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(total, argnums=(0, 1))(mean, var), expected)
+    mapped = torch.func.vmap(torch.func.grad(total, argnums=(0, 1)))(mean.view(3, 1), var.view(3, 1))
+    torch.testing.assert_close(tuple(part.view(-1) for part in mapped), expected)
+    _, slope = torch.func.jvp(total, (mean, var), (torch.ones_like(mean), torch.zeros_like(var)))
+    torch.testing.assert_close(slope, expected[0].sum())
+
+
+def test_a_row_of_means_with_many_of_variances():
+    mean, var = torch.randn(1, 4, requires_grad=True), torch.rand(3, 4)
+    moments.relu(Moments(mean, var)).var.sum().backward()
+    assert mean.grad.shape == (1, 4)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
 def test_prelu_weight_gets_a_gradient(shape):
     weight = torch.full(shape, 0.2, dtype=torch.float64, requires_grad=True)

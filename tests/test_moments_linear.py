@@ -191,16 +191,53 @@ def test_rows_are_independent(case):
         torch.testing.assert_close(alone, Moments(found.mean[row : row + 1], found.var[row : row + 1]))
 
 
-GRADIENTS = ("1d-padded", "2d-valid", "2d-grouped", "3d-padded", "2d-transposed-grouped")
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in GRADIENTS], ids=lambda case: case.id)
-def test_gradients(case):
-    m, weight, bias = case.draw(rows=2)
+@pytest.mark.parametrize("rows", [1, 2], ids=["row", "rows"])
+@every
+def test_gradients(case, rows):
+    m, weight, bias = case.draw(rows=rows)
     arguments = [each.requires_grad_() for each in (m.mean, m.var, weight, bias)]
     assert torch.autograd.gradcheck(
         lambda mean, var, w, b: case.predict(Moments(mean, var), w, b)[:2], arguments, fast_mode=True
     )
+
+
+CLOSED = ("1d-padded", "2d-valid", "2d-grouped", "2d-transposed-grouped")
+closed = pytest.mark.parametrize("case", [case for case in CASES if case.id in CLOSED], ids=lambda case: case.id)
+
+
+@closed
+def test_gradients_of_gradients(case):
+    """The closed form has none of its own: those of the operations it stands for."""
+    m, weight, bias = case.draw()
+    arguments = [each.requires_grad_() for each in (m.mean, m.var, weight)]
+    assert torch.autograd.gradgradcheck(
+        lambda mean, var, w: case.predict(Moments(mean, var), w, bias)[:2], arguments, fast_mode=True
+    )
+
+
+@closed
+def test_transforms(case):
+    m, weight, bias = case.draw()
+
+    def total(mean, weight):
+        found = case.predict(Moments(mean, m.var), weight, bias)
+        return (found.mean + 3 * found.var).sum()
+
+    leaves = m.mean.clone().requires_grad_(), weight.clone().requires_grad_()
+    expected = torch.autograd.grad(total(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(total, argnums=(0, 1))(m.mean, weight), expected)
+    mapped = torch.func.vmap(torch.func.grad(total), in_dims=(0, None))(m.mean.expand(3, 1, -1), weight)
+    torch.testing.assert_close(mapped[2], expected[0])
+
+
+def test_gradients_of_what_is_asked_for():
+    m, weight, bias = padded.draw()
+    for asked in ([m.mean], [m.var], [weight]):
+        leaf = asked[0].requires_grad_()
+        found = padded.predict(m, weight, bias)
+        (found.mean.sum() + found.var.sum()).backward()
+        assert leaf.grad is not None and leaf.grad.abs().max() > 0
+        leaf.requires_grad_(False)
 
 
 def test_linear_gradients():
@@ -258,7 +295,7 @@ def test_autocast_changes_nothing(dtype):
 
 
 def test_compiles_in_one_graph():
-    chosen = [case for case in CASES if case.id in (*GRADIENTS, "2d-depthwise", "2d-same")]
+    chosen = [case for case in CASES if case.id in (*CLOSED, "3d-padded", "2d-depthwise", "2d-same")]
     drawn = [case.draw(torch.float32) for case in chosen]
     for _, weight, _ in drawn:
         weight.requires_grad_()

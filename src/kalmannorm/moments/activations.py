@@ -28,7 +28,8 @@ and variance. Float32 adds its own rounding, up to 6e-6 and 3e-6.
     ELU of another alpha than 1, SELU            4e-5    4e-4      a kink in the slope
     Softplus(beta=5)                             2e-5    2e-4      5 times as sharp: as if sd were 25
 
-The result is exact for a Gaussian input alone, and looks at one channel at a time: a `cov` is dropped.
+The result is exact for a Gaussian input alone, and looks at one channel at a time: a `cov` is dropped. Piecewise
+quadratics are spelt out here; what usually runs is their closed form with its gradients, in `closed.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kalmannorm.moments import closed
 from kalmannorm.moments.core import Moments
 
 # A number, or a tensor that broadcasts with (G, C) where the function itself is learned.
@@ -49,20 +52,13 @@ Coefficient = float | Tensor
 Quadratic = tuple[Coefficient, Coefficient, Coefficient]
 """c0 + c1 x + c2 x²."""
 
-# A pruned channel has variance 0, where the square root has no slope. Below this floor (a deviation of 1e-10) the
-# variance gets no gradient, and everything stays finite.
-_FLOOR = 1e-20
 _REACH = 8  # deviations either side of the mean that the quadrature covers
 _KINK_DENSITY = 32  # nodes per deviation for functions that are not analytic
 
 
 def _deviation(var: Tensor) -> tuple[Tensor, Tensor]:
-    var = var.clamp(min=_FLOOR)
+    var = var.clamp(min=closed.FLOOR)
     return var, var.sqrt()
-
-
-def _working_dtype(m: Moments) -> torch.dtype:
-    return m.mean.dtype if m.mean.device.type == "mps" else torch.float64
 
 
 def _absent(coefficient: Coefficient) -> bool:
@@ -111,7 +107,15 @@ def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -
         raise ValueError(f"piecewise: {len(knots)} knots part {len(knots) + 1} pieces, but {len(pieces)} were given")
     if any(not math.isfinite(knot) for knot in knots) or any(a >= b for a, b in itertools.pairwise(knots)):
         raise ValueError(f"piecewise: `knots` must be finite and increasing, got {tuple(knots)}")
-    work = _working_dtype(m)
+    numbers = not any(isinstance(c, Tensor) for piece in pieces for c in piece)
+    if numbers and closed.applicable(m.mean, m.var):
+        return _closed_form(m, closed.Piecewise(knots, pieces))  # type: ignore[arg-type]
+    return _piecewise(m, knots, pieces)
+
+
+def _piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -> Moments:
+    """Spelt out."""
+    work = closed.working_dtype(m.mean)
     mean = m.mean.to(work)
     var, deviation = _deviation(m.var.to(work))
     above = [mean >= knot for knot in knots]
@@ -134,6 +138,38 @@ def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -
         second = second + _weighted(_multiply(jump, total), tail)
     spread = (second - first * first).clamp(min=0)
     return Moments((value + first).to(m.mean.dtype), spread.to(m.var.dtype))
+
+
+class _ClosedForm(torch.autograd.Function):
+    """ReLU, where `shape` is None, or another piecewise quadratic."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, shape: closed.Piecewise | None) -> tuple[Tensor, Tensor]:
+        work = closed.working_dtype(mean)
+        given = mean.to(work), var.to(work)
+        value, spread, kept = closed.relu(*given) if shape is None else closed.piecewise(*given, shape)
+        ctx.save_for_backward(mean, var, *kept)
+        ctx.shape = shape
+        return value.to(mean.dtype), spread.to(var.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, at_mean: Tensor, at_var: Tensor) -> tuple[Any, ...]:
+        mean, var, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *closed.again(functools.partial(_spelt_out, ctx.shape), (mean, var), (at_mean, at_var)), None
+        gradient = closed.relu_gradient if ctx.shape is None else closed.jacobian_gradient
+        work = closed.working_dtype(mean)
+        d_mean, d_var = gradient(kept, at_mean.to(work), at_var.to(work))
+        return d_mean.to(mean.dtype), d_var.to(var.dtype), None
+
+
+def _closed_form(m: Moments, shape: closed.Piecewise | None) -> Moments:
+    return Moments(*_ClosedForm.apply(m.mean, m.var, shape))  # type: ignore[no-untyped-call]
+
+
+def _spelt_out(shape: closed.Piecewise | None, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    m = Moments(mean, var)
+    return (_relu(m) if shape is None else _piecewise(m, shape.knots, shape.pieces))[:2]
 
 
 def through(m: Moments, function: Callable[[Tensor], Tensor], density: int = 8) -> Moments:
@@ -163,12 +199,13 @@ def identity(m: Moments) -> Moments:
 
 
 def relu(m: Moments) -> Moments:
-    """max(x, 0), written out: by `piecewise` it takes three times as many operations, and it is what nets are full of.
+    """max(x, 0)."""
+    return _closed_form(m, None) if closed.applicable(m.mean, m.var) else _relu(m)
 
-    With r the distance beyond zero on the side where the mean is not, max(x, 0) is r if the mean is below zero, and
-    x + r if it is above.
-    """
-    work = _working_dtype(m)
+
+def _relu(m: Moments) -> Moments:
+    """Spelt out; by `piecewise` it would take three times as many operations, and nets are full of it."""
+    work = closed.working_dtype(m.mean)
     mean = m.mean.to(work)
     var, deviation = _deviation(m.var.to(work))
     above = mean >= 0

@@ -20,10 +20,12 @@ dropped. All is float32 (float64 for float64 moments), under autocast and with h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kalmannorm.moments import closed
 from kalmannorm.moments.core import Moments, full_precision
 from kalmannorm.moments.windows import Size, axes_of, windows
 
@@ -48,7 +50,7 @@ def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
         )
     weight = weight.to(m.mean.dtype)
     with full_precision(m.mean.device):
-        mean, var = m.mean @ weight.T, m.var @ weight.square().T
+        mean, var = _convolved(m, weight.unsqueeze(0), windows((), m.mean.dtype, m.mean.device))
     return Moments(_add_bias("linear", mean, bias), var)
 
 
@@ -93,6 +95,97 @@ def _at_each_kind(values: Tensor, weight: Tensor, inside: Sequence[Tensor]) -> T
     return seen.flatten(2)
 
 
+def _spelt_out(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean, variance, and where there is a border how far from the mean each kind of position lies (R, K, kinds)."""
+    *inside, of_kinds, of_taps = windows
+    spread = _contract(var, weight.square(), of_taps)
+    if of_kinds.numel() == 1:
+        return _contract(mean, weight, of_taps), spread, None
+    means, share = _at_each_kind(mean, weight, inside), of_kinds.flatten()
+    result = (share * means).sum(2)
+    away = means - result.unsqueeze(2)
+    return result, spread + (share * away.square()).sum(2), away
+
+
+def _gradient(
+    at: Sequence[Tensor],
+    given: Sequence[Tensor],
+    away: Tensor | None,
+    windows: Sequence[Tensor],
+    asked: Sequence[bool],
+) -> list[Tensor | None]:
+    """From gradients (R, K) those at mean and variance, (R, C), and at the weight, (groups, K, C, *taps).
+
+    With z[k, t] = sum_c W[k, c, t] mean[c], the sums that a tap sees:
+
+        dz[k, t]    = share[t] dmean'[k] + 2 dvar'[k] sum_p share[p] inside[p, t] (mean_p - mean')
+        dW[k, c, t] = dz[k, t] mean[c] + 2 dvar'[k] share[t] W[k, c, t] var[c]
+        dmean[c]    = sum dz[k, t] W[k, c, t]        dvar[c] = sum dvar'[k] share[t] W²[k, c, t]
+    """
+    (at_mean, at_var), (mean, var, weight) = at, given
+    *inside, of_kinds, of_taps = windows
+    groups, outputs, inputs, *taps = weight.shape
+    rows, share = mean.shape[0], of_taps.flatten()
+    tap_count = share.numel()
+    if away is None:
+        at_taps = at_mean.unsqueeze(2) * share  # (R, K, taps)
+    else:
+        at_kinds = of_kinds.flatten() * (at_mean.unsqueeze(2) + 2 * at_var.unsqueeze(2) * away)
+        at_taps = at_kinds.reshape(*at_mean.shape, *of_kinds.shape)
+        for axis in inside:
+            at_taps = torch.tensordot(at_taps, axis, dims=([2], [0]))
+    at_taps = at_taps.reshape(rows, groups, outputs, tap_count).permute(1, 2, 3, 0)  # (groups, K, taps, R)
+    by_group = at_var.reshape(rows, groups, outputs).permute(1, 2, 0)  # (groups, K, R)
+    flat = weight.flatten(2)
+    d_mean = d_var = d_weight = None
+    if asked[0]:
+        if tap_count == 1:
+            d_mean = (at_taps[:, :, 0].transpose(1, 2) @ flat).transpose(0, 1).flatten(1)
+        else:
+            d_mean = (weight.flatten(3) @ at_taps).sum(1).permute(2, 0, 1).flatten(1)
+    if asked[1]:
+        by_tap = (by_group.transpose(1, 2) @ flat.square()).reshape(groups, rows, inputs, tap_count)
+        d_var = (by_tap @ share).transpose(0, 1).flatten(1)
+    if asked[2]:
+        weighted = (2 * var.reshape(rows, groups, inputs, 1) * share).flatten(2).transpose(0, 1)
+        d_weight = (by_group @ weighted).mul_(flat)
+        means = mean.reshape(rows, groups, inputs).transpose(0, 1)  # (groups, R, C / groups)
+        if inputs == 1:
+            d_weight += (at_taps @ means.unsqueeze(1)).flatten(2)
+        elif tap_count == 1:
+            d_weight += at_taps[:, :, 0] @ means
+        else:  # as a product of matrices: an elementwise one crawls along a few taps
+            taps_apart = torch.eye(tap_count, dtype=mean.dtype, device=mean.device)
+            spread = means.reshape(groups, 1, rows, inputs, 1) * taps_apart.reshape(1, tap_count, 1, 1, tap_count)
+            d_weight.baddbmm_(at_taps.flatten(2), spread.flatten(3).flatten(1, 2))
+        d_weight = d_weight.reshape(groups, outputs, inputs, *taps)
+    return [d_mean, d_var, d_weight]
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor]:
+        result, spread, away = _spelt_out(mean, var, weight, *windows)
+        ctx.save_for_backward(mean, var, weight, *windows, away)
+        return result, spread
+
+    @staticmethod
+    def backward(ctx: Any, at_mean: Tensor, at_var: Tensor) -> tuple[Any, ...]:
+        *given, away = ctx.saved_tensors
+        at, rest = (at_mean, at_var), [None] * (len(given) - 3)
+        with full_precision(at_mean.device):
+            if torch.is_grad_enabled():
+                return *closed.again(lambda *given: _spelt_out(*given)[:2], given, at)[:3], *rest
+            return *_gradient(at, given[:3], away, given[3:], ctx.needs_input_grad), *rest
+
+
+def _convolved(m: Moments, weight: Tensor, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if closed.applicable(m.mean, m.var):
+        mean, var = _Convolved.apply(m.mean, m.var, weight, *windows)  # type: ignore[no-untyped-call]
+        return mean, var
+    return _spelt_out(m.mean, m.var, weight, *windows)[:2]
+
+
 def convolution(
     m: Moments,
     weight: Tensor,
@@ -130,13 +223,6 @@ def convolution(
     )
     if padding_mode != "zeros":
         axes = tuple(axis._replace(size=None) for axis in axes)
-    *inside, of_kinds, of_taps = windows(axes, m.mean.dtype, m.mean.device)
     with full_precision(m.mean.device):
-        var = _contract(m.var, grouped.square(), of_taps)
-        if of_kinds.numel() == 1:
-            mean = _contract(m.mean, grouped, of_taps)
-        else:
-            means, share = _at_each_kind(m.mean, grouped, inside), of_kinds.flatten()
-            mean = (share * means).sum(2)
-            var = var + (share * (means - mean.unsqueeze(2)).square()).sum(2)
+        mean, var = _convolved(m, grouped, windows(axes, m.mean.dtype, m.mean.device))
     return Moments(_add_bias("convolution", mean, bias), var)

@@ -1,0 +1,173 @@
+"""Values and gradients in closed form, where autograd would spell out every operation of a formula.
+
+Each function here has two: `f(mean, var, ...)` gives the moments and what its gradient needs, `f_gradient(...)` the
+gradients from those that arrive. For x ~ N(mean, var) the gradients of an expectation are expectations:
+
+    d E f / d mean = E f'        d E f / d var = E f'' / 2
+
+ReLU, with Φ the share above zero and d the density there:
+
+    d mean' = Φ d mean + d/2 d var            d var' = 2 mean' (1 - Φ) d mean + (Φ - mean' d) d var
+
+Piecewise quadratics, for the truncated moments B_j of `activations.py`:
+
+    d B_j = j B_{j-1} d mean + j (j - 1) / 2 B_{j-2} d var        with B_{-1} = d, and at the knot k
+    d B_0 = d d mean + d (k - mean) / (2 var) d var               d B_1 = B_0 d mean + d/2 d var
+
+Convolutions are in `linear.py`. What autograd cannot do with a function written so (transforms of `torch.func`, forward
+mode, compilation, export) is done by the formulas spelt out, and so are gradients of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+FLOOR = 1e-20
+"""A pruned channel has variance 0, where the square root has no slope. Below this floor (a deviation of 1e-10) the
+variance gets no gradient, and everything stays finite."""
+
+Numbers = tuple[float, float, float]
+
+
+def applicable(mean: Tensor, var: Tensor) -> bool:
+    """Whether a closed form may stand for the operations it replaces."""
+    if torch.compiler.is_compiling() or mean.shape != var.shape:
+        return False
+    level: int = forward_ad._current_level
+    return level < 0 and not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
+
+
+def again(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], at: Sequence[Tensor | None]) -> list[Any]:
+    """Gradients by autograd through the formulas spelt out, for a gradient that will be differentiated itself."""
+    with torch.enable_grad():
+        results = function(*inputs)
+    pairs = [(result, grad) for result, grad in zip(results, at, strict=True) if grad is not None]
+    asked = [i for i, each in enumerate(inputs) if isinstance(each, Tensor) and each.requires_grad]
+    outputs, grads = [result for result, _ in pairs], [grad for _, grad in pairs]
+    found = torch.autograd.grad(outputs, [inputs[i] for i in asked], grads, create_graph=True, allow_unused=True)
+    by_place = dict(zip(asked, found, strict=True))
+    return [by_place.get(i) for i in range(len(inputs))]
+
+
+def working_dtype(like: Tensor) -> torch.dtype:
+    """float64 but on MPS, which has none: tails lose digits, and a few numbers per channel cost nothing."""
+    return like.dtype if like.device.type == "mps" else torch.float64
+
+
+def _tail(distance: Tensor) -> tuple[Tensor, Tensor]:
+    """The density at so many deviations and the probability beyond."""
+    density = (distance * distance).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return density, torch.erfc(distance * math.sqrt(0.5)).mul_(0.5)
+
+
+def relu(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """In the working dtype. With r the distance beyond zero on the side where the mean is not, max(x, 0) is r if the
+    mean is below zero, and x + r if it is above."""
+    varies = var >= FLOOR
+    var = var.clamp(min=FLOOR)
+    deviation = var.sqrt()
+    above = mean >= 0
+    gap = mean.abs()
+    density, tail = _tail(gap / deviation)
+    spread = deviation * density
+    first = spread - gap * tail  # E r
+    second = (var + gap * gap).mul_(tail).sub_(gap * spread)  # E r²
+    value = mean.clamp(min=0) + first
+    result = torch.where(above, var - second - 2 * (gap * first), second).sub_(first * first).clamp_(min=0)
+    share = torch.where(above, 1 - tail, tail)
+    below = torch.where(above, tail, 1 - tail)
+    return value, result, (value, share, below, density.div_(deviation).mul_(varies), varies)
+
+
+def relu_gradient(kept: Sequence[Tensor], at_mean: Tensor, at_var: Tensor) -> tuple[Tensor, Tensor]:
+    value, share, below, density, varies = kept
+    d_mean = (at_mean * share).addcmul_(at_var, (value * below).mul_(2))
+    # The share is masked by itself: where nothing varies the density is zero, but the share is not.
+    d_var = (at_var * (share * varies)).addcmul_(density, torch.addcmul(at_mean * 0.5, at_var, value, value=-1))
+    return d_mean, d_var
+
+
+def _about(piece: Numbers, origin: float) -> Numbers:
+    c0, c1, c2 = piece
+    return c0 + origin * (c1 + origin * c2), c1 + 2 * origin * c2, c2
+
+
+class Piecewise:
+    """A piecewise quadratic of fixed numbers; `jumps` and `sums` are those of neighbouring pieces, about each knot."""
+
+    def __init__(self, knots: Sequence[float], pieces: Sequence[Numbers]) -> None:
+        self.knots, self.pieces = tuple(knots), tuple(pieces)
+        sides = [
+            (_about(a, k), _about(b, k)) for k, a, b in zip(self.knots, self.pieces[:-1], self.pieces[1:], strict=True)
+        ]
+        self.jumps = [tuple(right - left for left, right in zip(*side, strict=True)) for side in sides]
+        self.sums = [tuple(right + left for left, right in zip(*side, strict=True)) for side in sides]
+
+    def home(self, mean: Tensor) -> list[Tensor]:
+        """The quadratic that holds at the mean, about it: value, slope, curve."""
+        c0, c1, c2 = (torch.full_like(mean, c) for c in self.pieces[0])
+        for knot, piece in zip(self.knots, self.pieces[1:], strict=True):
+            beyond = mean >= knot
+            c0, c1, c2 = (torch.where(beyond, new, old) for new, old in zip(piece, (c0, c1, c2), strict=True))
+        slope = c1 + c2 * mean
+        return [c0 + slope * mean, slope + c2 * mean, c2]
+
+
+def piecewise(mean: Tensor, var: Tensor, shape: Piecewise) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """In the working dtype; counted from f(mean), and only tails enter."""
+    varies = var >= FLOOR
+    var = var.clamp(min=FLOOR)
+    deviation = var.sqrt()
+    value, slope, curve = shape.home(mean)
+    first = curve * var  # E[f - f(mean)]
+    second = slope * slope * var + 3 * first * first  # E[(f - f(mean))²]
+    # Derivatives of both by the mean and by the variance; f(mean) is held still, for no variance depends on it.
+    first_mean, first_var = slope, curve
+    second_mean, second_var = 6 * slope * first, slope * slope + 6 * curve * first
+    for knot, jump, total in zip(shape.knots, shape.jumps, shape.sums, strict=True):
+        gap = mean - knot
+        side = 1 - 2 * (gap >= 0).to(mean.dtype)
+        density, tail = _tail(gap.abs() / deviation)
+        at_knot = density / deviation
+        b = [side * tail]
+        b.append(deviation * density + gap * b[0])
+        for order in range(2, 5):
+            b.append((order - 1) * var * b[-2] + gap * b[-1])
+        by_mean = [at_knot, b[0], 2 * b[1], 3 * b[2], 4 * b[3]]
+        by_var = [at_knot * gap / var * -0.5, 0.5 * at_knot, b[0], 3 * b[1], 6 * b[2]]
+        # (over - value)² - (below - value)² = (over - below)(over + below - 2 value)
+        centred: tuple[Any, ...] = (total[0] - 2 * value, total[1], total[2])
+        product: list[Any] = [0.0] * 5
+        for i, left in enumerate(jump):
+            for j, right in enumerate(centred):
+                if left != 0:
+                    product[i + j] = product[i + j] + left * right
+        first = first + _dot(jump, b)
+        first_mean, first_var = first_mean + _dot(jump, by_mean), first_var + _dot(jump, by_var)
+        second = second + _dot(product, b)
+        second_mean, second_var = second_mean + _dot(product, by_mean), second_var + _dot(product, by_var)
+    spread_mean = second_mean - 2 * first * first_mean
+    spread_var = (second_var - 2 * first * first_var) * varies
+    kept = (first_mean, first_var * varies, spread_mean, spread_var)
+    return value + first, (second - first * first).clamp(min=0), kept
+
+
+def _dot(coefficients: Sequence[Any], moments: Sequence[Tensor]) -> Any:
+    """What is no tensor and zero adds nothing."""
+    total: Any = 0.0
+    for c, moment in zip(coefficients, moments[: len(coefficients)], strict=True):
+        if isinstance(c, Tensor) or c != 0:
+            total = total + c * moment
+    return total
+
+
+def jacobian_gradient(kept: Sequence[Tensor], at_mean: Tensor, at_var: Tensor) -> tuple[Tensor, Tensor]:
+    """From the four derivatives: of the mean by mean and variance, of the variance by both."""
+    mean_mean, mean_var, var_mean, var_var = kept
+    return at_mean * mean_mean + at_var * var_mean, at_mean * mean_var + at_var * var_var
