@@ -13,6 +13,7 @@ from kalmannorm.cli.compare import compare
 from kalmannorm.cli.data import data
 from kalmannorm.cli.demo import demo
 from kalmannorm.cli.evaluate import evaluate
+from kalmannorm.cli.export import export
 from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
@@ -34,6 +35,7 @@ app.command("analyse")(analyse)
 app.command("report")(report)
 app.command("reproduce")(reproduce)
 app.command("bench")(bench)
+app.command("export")(export)
 app.add_typer(data, name="data")
 
 

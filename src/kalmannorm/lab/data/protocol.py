@@ -21,6 +21,9 @@ class Data(Protocol):
     """(C, H, W) of an image as the model gets it."""
     train_size: int
     test_size: int
+    mean: Tensor
+    """(C, 1, 1): what is taken from the stored pixels (0 to 255; of digits 0 to 16), which are then divided by `std`."""
+    std: Tensor
 
     def train_batches(
         self, size: int, *, seed: int, epoch: int, start: int = 0, augment: bool = True, rank: int = 0, ranks: int = 1

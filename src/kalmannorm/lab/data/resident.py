@@ -79,7 +79,7 @@ class Resident:
         self.shape = (int(channels), int(height), int(width))
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         self._train, self._test = train.to(device), test.to(device)
-        self._mean, self._std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+        self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
 
     @classmethod
     def chosen(
@@ -124,7 +124,7 @@ class Resident:
         return (self._batch(self._test, part) for part in spans(self.test_size, size, rank, ranks))
 
     def _batch(self, split: Split, chosen: Tensor | slice) -> Batch:
-        return (split.images[chosen].float() - self._mean) / self._std, split.labels[chosen]
+        return (split.images[chosen].float() - self.mean) / self.std, split.labels[chosen]
 
 
 def draw(count: int, padding: int, rng: torch.Generator) -> Tensor:

@@ -113,7 +113,7 @@ class Streaming:
         self._train, self._test = train, test
         self._train_transform, self._test_transform = train_transform, test_transform
         self.workers = min(workers, os.cpu_count() or 1)
-        self._mean, self._std = (255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD))
+        self.mean, self.std = (255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD))
 
     def train_batches(
         self, size: int, *, seed: int, epoch: int, start: int = 0, augment: bool = True, rank: int = 0, ranks: int = 1
@@ -150,4 +150,4 @@ class Streaming:
             if isinstance(batch, LabError):
                 raise batch
             images, labels = (part.to(self.device, non_blocking=True) for part in batch)
-            yield (images.float() - self._mean) / self._std, labels
+            yield (images.float() - self.mean) / self.std, labels
