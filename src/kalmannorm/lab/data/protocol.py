@@ -22,7 +22,7 @@ class Data(Protocol):
     train_size: int
     test_size: int
     mean: Tensor
-    """(C, 1, 1): what is taken from the stored pixels (0 to 255; of digits 0 to 16), which are then divided by `std`."""
+    """(C, 1, 1), like `std`: an image is (pixels - mean) / std, with pixels as they are stored: 0 to 255, digits to 16."""
     std: Tensor
 
     def train_batches(
