@@ -26,7 +26,7 @@ from kalmannorm.lab.report.comparison import chapters, compare
 from kalmannorm.lab.report.curves import curve
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences
 from kalmannorm.lab.report.spread import Spread, apart, spread
-from kalmannorm.lab.report.tables import cell_text, results
+from kalmannorm.lab.report.tables import brought, results
 from kalmannorm.lab.report.wiring import inlined
 from kalmannorm.lab.report.wording import number, plus_minus, unbroken
 from kalmannorm.lab.setting import Setting
@@ -81,6 +81,8 @@ def test_cells_average_the_seeds_that_finished(whole):
     assert comparison.accuracy(by_method["bn"], Setting(64, 2), "batch") == spread(scores)
     scores = [accuracies("bkn-learned", 2, seed)["batch"] for seed in range(2)]  # the third is unfinished
     assert comparison.accuracy(by_method["bkn-learned"], Setting(64, 2), "batch") == spread(scores)
+    line = curve("", 0, comparison.seeds(by_method["bkn-learned"], Setting(64, 2)), "batch", "accuracy")
+    assert set(line.n) == {2}
 
 
 def test_a_diverged_run_counts_as_what_it_is(whole):
@@ -296,20 +298,20 @@ def test_an_experiment_without_runs_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cell", "shown", "key"),
+    ("column", "shown"),
     [
-        (None, "–", None),
-        ("BN", "BN", None),
-        (70.123, "70.1", 70.123),
-        (1281167, "1,281,167", 1281167.0),
-        (0.01234, "0.0123", 0.01234),
-        ({"mean": 70.12, "std": 0.31, "n": 3}, "70.1 ± 0.3", 70.12),
-        ({"mean": 9.5, "std": None, "n": 1}, "9.50", 9.5),
-        (True, "yes", None),
+        ([73.1, 74.0, None, {"mean": 74.26, "std": 0.31, "n": 3}], ["73.1", "74.0", "–", "74.3 ± 0.3"]),
+        ([10.0, 12.0], ["10", "12"]),
+        ([0.9, 2.23], ["0.90", "2.23"]),
+        ([0.9], ["0.9"]),
+        ([1281167, 5], ["1,281,167", "5"]),
+        ([{"mean": 0.01234, "std": None, "n": 1}], ["0.0123"]),
+        (["BN", True, [1]], ["BN", "yes", "–"]),
     ],
 )
-def test_cells_read_well_and_sort_by_value(cell, shown, key):
-    assert cell_text(cell) == (shown, key)
+def test_cells_of_a_column_read_alike(column, shown):
+    page = brought({"title": "t", "columns": ["row", "c"], "rows": [["r", cell] for cell in column]})
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", page) == shown
 
 
 def test_numbers_keep_mean_and_spread_to_one_place():

@@ -16,7 +16,7 @@ def introduction(record: Record) -> Markup:
     """The question, and on what terms it was answered."""
     facts = [f"data set {record['dataset']}"] if record.get("dataset") else []
     facts += [f"budget {record['budget']}"] if record.get("budget") is not None else []
-    stand_in = "A small stand-in for the paper's experiment: it shows that the run works, not what the paper measured."
+    stand_in = "Not the paper's data: compare the order of the methods, not the height."
     return joined(
         element("p", record["question"], class_="lead") if record.get("question") else None,
         element("p", element("span", "stand-in", class_="state unfinished"), " ", stand_in)

@@ -8,7 +8,7 @@ series apart without colour.
 from __future__ import annotations
 
 LIGHT = ("#082f7d", "#e07000", "#15a88a", "#af64de", "#845605", "#1d7f88", "#551f33", "#535457")
-DARK = ("#6198df", "#e45c17", "#a2efd1", "#7850b8", "#f6c503", "#3bcae7", "#a84d73", "#989898")
+DARK = ("#6198df", "#e45c17", "#a2efd1", "#aa48fc", "#f6c503", "#3bcae7", "#a84d73", "#989898")
 DASHES = ("", "", "7 3", "2 2.5", "9 3 2 3", "4 4", "12 4", "1.5 4")
 MARKERS = ("circle", "square", "triangle", "diamond")
 

@@ -74,7 +74,7 @@ def _numbers(found: Found) -> dict[str, Any]:
         facts["training time"] = duration(result["seconds"])
     for key in ("steps", "epochs", "images_per_second", "parameters"):
         if result.get(key) is not None:
-            facts[key.replace("_", " ")] = number(result[key])
+            facts[key.replace("_", " ")] = f"{result[key]:g}" if key == "epochs" else number(result[key])
     if result.get("peak_memory") is not None:
         facts["peak memory"] = size(result["peak_memory"])
     return facts

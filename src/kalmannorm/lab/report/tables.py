@@ -9,11 +9,15 @@ from kalmannorm.lab.records import Record
 from kalmannorm.lab.report.comparison import Comparison, Variant, grouped
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.spread import Spread, apart
-from kalmannorm.lab.report.wording import accuracy, listed, number, option, plus_minus
+from kalmannorm.lab.report.wording import decimals, listed, number, option, plus_minus
 from kalmannorm.lab.setting import Setting
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
 """Points below the best of the table at which a cell is tinted more strongly."""
+
+
+_FEW = 6
+"""So many columns look lost on the whole width of the page."""
 
 
 def results(comparison: Comparison) -> Markup:
@@ -52,7 +56,8 @@ def results(comparison: Comparison) -> Markup:
             cells.append(_cell(comparison, variant, column, value, column_values, top, _edge(column, first)))
         rows.append(element("tr", *cells))
     name = f"Test accuracy of {comparison.title}"
-    return joined(_box(name, head, rows), _legend(comparison, list(values.values())))
+    kind = "sortable compact" if len(columns) <= _FEW else "sortable"
+    return joined(_box(name, head, rows, kind), _legend(comparison, list(values.values())))
 
 
 def _edge(column: tuple[Setting, str], first: set[tuple[Setting, str]]) -> str | None:
@@ -140,12 +145,13 @@ def brought(table: Record) -> Markup:
     columns = [str(name) for name in table.get("columns") or []]
     lines = [list(cells) for cells in table.get("rows") or []]
     kinds = [_kind(i, name, [cells[i] for cells in lines if i < len(cells)]) for i, name in enumerate(columns)]
+    places = [_places([cells[i] for cells in lines if i < len(cells)]) for i in range(len(columns))]
     heads = [element("th", _sorter(name), scope="col", class_=kinds[i]) for i, name in enumerate(columns)]
     rows = []
     for order, cells in enumerate(lines):
         made = []
         for i, cell in enumerate(cells[: len(columns)]):
-            words, key = cell_text(cell)
+            words, key = cell_text(cell, places[i])
             seeds = f"n = {cell['n']}" if isinstance(cell, dict) and "n" in cell else None
             name, scope, sort = ("th", "row", order) if i == 0 else ("td", None, words)
             value = sort if key is None else key
@@ -154,7 +160,7 @@ def brought(table: Record) -> Markup:
     title, note = str(table.get("title") or ""), table.get("note")
     return joined(
         element("h4", title) if title else None,
-        _box(title or "Table", element("tr", *heads), rows, "sortable brought"),
+        _box(title or "Table", element("tr", *heads), rows, "sortable compact"),
         element("p", note, class_="note") if note else None,
     )
 
@@ -168,21 +174,32 @@ def _kind(place: int, name: str, cells: Sequence[Any]) -> str | None:
     return " ".join(classes) or None
 
 
-def cell_text(cell: Any) -> tuple[str, float | None]:
+def _places(cells: Sequence[Any]) -> int:
+    """Decimals that suit all numbers of a column: none where none has any, else what three digits need."""
+    most = 0
+    for cell in cells:
+        if isinstance(cell, dict) and isinstance(cell.get("mean"), (int, float)):
+            most = max(most, decimals(cell["mean"]))
+        elif isinstance(cell, float):
+            shown = f"{cell:.{decimals(cell)}f}"
+            most = max(most, len(shown.rstrip("0").partition(".")[2]))
+    return most
+
+
+def cell_text(cell: Any, places: int) -> tuple[str, float | None]:
     """How a cell of an experiment's table reads, and what it sorts by."""
     if isinstance(cell, dict) and isinstance(cell.get("mean"), (int, float)):
         std = cell.get("std")
         value = Spread(cell["mean"], std if isinstance(std, (int, float)) else None, cell.get("n") or 1)
-        places = 1 if 10 <= abs(value.mean) <= 100 else None
-        return (accuracy(value) if places else plus_minus(value)), value.mean
+        return plus_minus(value, places), value.mean
     if isinstance(cell, bool):
         return ("yes" if cell else "no"), None
     if isinstance(cell, (int, float)):
-        return number(cell), float(cell)
+        return number(cell, places if isinstance(cell, float) else None), float(cell)
     return ("–" if cell is None or isinstance(cell, (dict, list)) else str(cell)), None
 
 
-def _box(name: str, head: object, rows: Sequence[Markup], kind: str = "sortable") -> Markup:
+def _box(name: str, head: object, rows: Sequence[Markup], kind: str) -> Markup:
     """Wide tables scroll in their box, never the page; the box takes the focus so that keys can scroll it."""
     table = element("table", element("caption", name), element("thead", head), element("tbody", *rows), class_=kind)
     return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)
