@@ -92,6 +92,14 @@ def check_channels(name: str, value: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"{name} must be ({x.shape[1]},) for x of shape {tuple(x.shape)}, got {tuple(value.shape)}")
 
 
+def check_residual(residual: Tensor, x: Tensor) -> None:
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must have the shape and dtype of x, {tuple(x.shape)} {x.dtype}, "
+            f"got {tuple(residual.shape)} {residual.dtype}"
+        )
+
+
 def check_gain(gain: Tensor | float | None, x: Tensor) -> Tensor:
     if gain is None:
         raise ValueError("gain must be given where there is a prior: a number in (0, 1) or a tensor, got None")

@@ -15,6 +15,7 @@ from kalmannorm.checks import (
     check_gain,
     check_input,
     check_prior,
+    check_residual,
     positive_int,
 )
 from kalmannorm.groups import statistics_dtype
@@ -38,10 +39,15 @@ def normalize(
     *,
     statistics_batch_size: int | None,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
     """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
+    size = statistics_batch_size
     if transformed():
-        return plain.normalize(x, prior, gain, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps)
+        return plain.normalize(
+            x, prior, gain, weight, bias, statistics_batch_size=size, eps=eps, residual=residual, relu=relu
+        )
     if prior is None:
         mean = var = gain = None
     else:
@@ -49,7 +55,7 @@ def normalize(
         mean, var = prior.mean.to(dtype), prior.var.to(dtype)
         gain = None if gain is None else gain.to(dtype)
     x = x.contiguous(memory_format=op.memory_format_of(x))
-    y, *moments = op.batch_kalman_norm(x, mean, var, gain, weight, bias, statistics_batch_size or 0, eps)
+    y, *moments = op.batch_kalman_norm(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
 
@@ -63,6 +69,8 @@ def batch_kalman_norm(
     statistics_batch_size: int | None = None,
     eps: float = 1e-5,
     covariance: Literal["diagonal", "full"] = "diagonal",
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Moments]:
     """Normalize x (N, C, *) with the posterior of each group; return (y, posterior).
 
@@ -74,6 +82,8 @@ def batch_kalman_norm(
         statistics_batch_size: m, examples per group; None takes the whole batch as one group. The last group is
             smaller where m does not divide N.
         covariance: "full" keeps (G, C, C) covariances in the moments and still normalizes by their diagonal.
+        residual: of the shape and dtype of x, added to the result.
+        relu: whether a ReLU follows, in the same pass. For the backward x is kept, and y if there is a residual too.
 
     Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
     """
@@ -82,6 +92,8 @@ def batch_kalman_norm(
         statistics_batch_size = positive_int("statistics_batch_size", statistics_batch_size)
     check_channels("weight", weight, x)
     check_channels("bias", bias, x)
+    if residual is not None:
+        check_residual(residual, x)
     if covariance not in ("diagonal", "full"):
         raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}")
     if prior is None:
@@ -93,5 +105,7 @@ def batch_kalman_norm(
         if covariance == "full" and q.numel() > 1:
             raise ValueError(f"gain must be one number with covariance='full', got shape {tuple(q.shape)}")
     run = normalize if covariance == "diagonal" else plain.normalize_full
-    y, posterior, _ = run(x, prior, q, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps)
+    y, posterior, _ = run(
+        x, prior, q, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps, residual=residual, relu=relu
+    )
     return y, posterior

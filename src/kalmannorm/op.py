@@ -1,5 +1,7 @@
 """The op as PyTorch sees it: `kalmannorm::batch_kalman_norm`, its fake, its backward and its double backward.
 
+    y = relu(normalized + residual), with ReLU and residual if asked for
+
 The op is functional: it returns the moments and mutates nothing, so autograd, `torch.compile(fullgraph=True)` and
 `torch.export` see one node. Its backward is an op too, with the closed form of `docs/equations.md`; the backward of
 that one differentiates the naive reference, so gradients of gradients are right though not fast.
@@ -14,16 +16,20 @@ import torch
 from torch import Tensor
 
 from kalmannorm.groups import group_count, group_size, statistics_dtype
-from kalmannorm.kernels import aten, reference
+from kalmannorm.kernels import plain, reference
+from kalmannorm.kernels.dispatch import kernels_for, on_device_of
 from kalmannorm.moments import Moments
 
 _FORWARD = (
     "(Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, "
-    "SymInt statistics_batch_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt statistics_batch_size, float eps, Tensor? residual=None, bool relu=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+# Those of the gradients that exist, as `aten.backward` lists them.
 _BACKWARD = (
-    "(Tensor[] grads, Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, "
-    "Tensor[] moments, SymInt statistics_batch_size, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor? grad_y, Tensor? grad_mean, Tensor? grad_var, Tensor? grad_observed_mean, Tensor? grad_observed_var, "
+    "Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, Tensor[] moments, "
+    "Tensor? y, SymInt statistics_batch_size, float eps, bool relu, SymInt bias_rows) -> Tensor[]"
 )
 
 
@@ -37,8 +43,16 @@ def batch_kalman_norm(
     bias: Tensor | None,
     statistics_batch_size: int,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return aten.forward(x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps)
+    if residual is not None:
+        residual = residual.contiguous(memory_format=memory_format_of(x))
+    with on_device_of(x):
+        results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernels_for(x, statistics_batch_size).forward(
+            x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu
+        )
+    return results
 
 
 @batch_kalman_norm.register_fake
@@ -51,6 +65,8 @@ def _(
     bias: Tensor | None,
     statistics_batch_size: int,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, ...]:
     groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     moments = (x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(4))
@@ -59,121 +75,161 @@ def _(
 
 @torch.library.custom_op("kalmannorm::batch_kalman_norm_backward", mutates_args=(), schema=_BACKWARD)
 def batch_kalman_norm_backward(
-    grads: Sequence[Tensor],
+    grad_y: Tensor | None,
+    grad_mean: Tensor | None,
+    grad_var: Tensor | None,
+    grad_observed_mean: Tensor | None,
+    grad_observed_var: Tensor | None,
     x: Tensor,
     prior_mean: Tensor | None,
     prior_var: Tensor | None,
     gain: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     moments: Sequence[Tensor],
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_y = grads[0].contiguous(memory_format=memory_format_of(x))
-    return aten.backward(
-        grad_y,
-        Moments(*grads[1:3]),
-        Moments(*grads[3:5]),
-        x,
-        prior_mean,
-        prior_var,
-        gain,
-        weight,
-        Moments(*moments[:2]),
-        Moments(*moments[2:]),
-        statistics_batch_size,
-        eps,
-    )
+    relu: bool,
+    bias_rows: int,
+) -> list[Tensor]:
+    if grad_y is not None:
+        grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
+    with on_device_of(x):
+        results: list[Tensor] = kernels_for(x, statistics_batch_size).backward(
+            grad_y,
+            (grad_mean, grad_var, grad_observed_mean, grad_observed_var),
+            x,
+            prior_mean,
+            prior_var,
+            gain,
+            weight,
+            bias,
+            moments,
+            y,
+            statistics_batch_size,
+            eps,
+            relu,
+            bias_rows,
+        )
+    return results
 
 
 @batch_kalman_norm_backward.register_fake
 def _(
-    grads: Sequence[Tensor],
+    grad_y: Tensor | None,
+    grad_mean: Tensor | None,
+    grad_var: Tensor | None,
+    grad_observed_mean: Tensor | None,
+    grad_observed_var: Tensor | None,
     x: Tensor,
     prior_mean: Tensor | None,
     prior_var: Tensor | None,
     gain: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     moments: Sequence[Tensor],
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
-) -> tuple[Tensor, ...]:
-    return torch.empty_like(x), *(torch.empty_like(moments[0]) for _ in range(5))
+    relu: bool,
+    bias_rows: int,
+) -> list[Tensor]:
+    results = [torch.empty_like(x)] if y is None else [torch.empty_like(x), torch.empty_like(x)]
+    results += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
+    return [*results, moments[0].new_empty((bias_rows, x.shape[1]))] if bias_rows else results
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, bias, ctx.statistics_batch_size, ctx.eps = inputs
-    ctx.present = [t is not None for t in tensors]
-    ctx.bias = None if bias is None else (bias.shape, bias.dtype)  # no gradient needs its values
-    ctx.save_for_backward(*(t for t in tensors if t is not None), *output[1:])
+    *tensors, bias, ctx.statistics_batch_size, ctx.eps, residual, ctx.relu = inputs
+    ctx.set_materialize_grads(False)
+    # To know what a ReLU let through takes its output where a residual was added; else x and β tell.
+    mask = (None, output[0]) if residual is not None else (bias, None)
+    ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
+    ctx.bias = None if bias is None else (_rows(bias), bias.shape, bias.dtype)
+    ctx.residual = None if residual is None else residual.dtype
+
+
+def _rows(parameter: Tensor) -> int:
+    """Of (C,) or (G, C)."""
+    return parameter.shape[0] if parameter.dim() > 1 else 1
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = list(ctx.saved_tensors)
-    moments = saved[-4:]
-    tensors = [saved.pop(0) if present else None for present in ctx.present]
-    x, prior_mean, prior_var, gain, weight = tensors
-    like = (x, *moments)
-    given = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, like, strict=True)]
-    dx, *per_group = batch_kalman_norm_backward(
-        given, x, prior_mean, prior_var, gain, weight, moments, ctx.statistics_batch_size, ctx.eps
+    x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
+    moments = [mean, var, observed_mean, observed_var]
+    rows, shape, dtype = ctx.bias or (0, None, None)
+    results = batch_kalman_norm_backward(
+        *grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, rows
     )
-    like_parameters = [None if t is None else (t.shape, t.dtype) for t in tensors[1:]]
-    summed = (
-        None if given is None else g.sum_to_size(_row_shape(given[0])).reshape(given[0]).to(given[1])
-        for g, given in zip(per_group, (*like_parameters, ctx.bias), strict=True)
-    )
-    return dx, *summed, None, None
-
-
-def _row_shape(shape: torch.Size) -> tuple[int, int]:
-    """The (rows, channels) shape that () , (C,), (1, C) or (G, C) broadcasts from."""
-    padded = (1, 1, *shape)
-    return padded[-2], padded[-1]
+    remaining = iter(results)
+    dx = next(remaining)
+    d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
+    if d_residual is not None:
+        d_residual = d_residual.to(ctx.residual)
+    d_parameters = [None if t is None else next(remaining) for t in parameters]
+    d_bias = next(remaining).reshape(shape).to(dtype) if rows else None
+    return dx, *d_parameters, d_bias, None, None, d_residual, None
 
 
 torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context=_save)
 
 
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grads, x, *tensors, moments, ctx.statistics_batch_size, ctx.eps = inputs
-    ctx.present = [t is not None for t in tensors]
-    ctx.save_for_backward(*grads, x, *(t for t in tensors if t is not None), moments[0])
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, ctx.bias_rows = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *moments[:2], y)
 
 
-def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
-    *saved, moments = ctx.saved_tensors
+    *saved, bias, mean, var, y = ctx.saved_tensors
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, so that one tensor in two places counts in each; attached, so that third derivatives are right too.
-        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in saved]
-        outer, x, rest = leaves[:5], leaves[5], leaves[6:]
-        ones = torch.ones_like(moments)
-
-        def next_rows(present: bool) -> Tensor | None:
-            """Rows of its own for every group, because the op returns these gradients before they are summed."""
-            if not present:
-                return None
-            t: Tensor = rest.pop(0)
-            return t.to(ones.dtype).expand(_row_shape(t.shape)) * ones
-
-        prior_mean, prior_var, gain, weight = (next_rows(present) for present in ctx.present)
-        weight = ones.clone().requires_grad_() if weight is None else weight
-        bias = torch.zeros_like(ones, requires_grad=True)
-        inputs = (x, prior_mean, prior_var, gain, weight, bias)
+        leaves: list[Any] = [None if t is None else _leaf(t) for t in saved]
+        outer, (x, prior_mean, prior_var, gain, weight) = leaves[:5], leaves[5:]
+        if ctx.relu and outer[0] is not None:
+            outer[0] = outer[0].masked_fill(_blocked(ctx, x, Moments(mean, var), weight, bias, y), 0)
+        shift = mean.new_zeros((ctx.bias_rows, x.shape[1]), requires_grad=True) if ctx.bias_rows else None
+        inputs = (x, prior_mean, prior_var, gain, weight, shift)
         outputs = reference.batch_kalman_norm(*inputs, ctx.statistics_batch_size, ctx.eps)
-        given = [(t, g) for t, g in zip(inputs, grads, strict=True) if t is not None]
-        first = torch.autograd.grad(
-            outputs, [t for t, _ in given], outer, create_graph=True, allow_unused=True, materialize_grads=True
+        arrived = [(o, g) for o, g in zip(outputs, outer, strict=True) if g is not None]
+        given = [t for t in inputs if t is not None]
+        first = list(
+            torch.autograd.grad(
+                [o for o, _ in arrived],
+                given,
+                [g for _, g in arrived],
+                create_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
         )
-        pairs = [(a, g) for a, (_, g) in zip(first, given, strict=True) if g is not None and a.requires_grad]
-        second = torch.autograd.grad(
-            [a for a, _ in pairs], leaves, [g for _, g in pairs], create_graph=higher, allow_unused=True
+        if y is not None:
+            first.insert(1, torch.zeros_like(y) if outer[0] is None else outer[0])
+        pairs = [(a, g) for a, g in zip(first, grads, strict=True) if g is not None and a.requires_grad]
+        present = [t for t in leaves if t is not None]
+        second = iter(
+            torch.autograd.grad(
+                [a for a, _ in pairs], present, [g for _, g in pairs], create_graph=higher, allow_unused=True
+            )
         )
-    at_rest = list(second[6:])
-    optional = (at_rest.pop(0) if present else None for present in ctx.present)
-    return list(second[:5]), second[5], *optional, [None] * 4, None, None
+    return *(None if t is None else next(second) for t in leaves), None, [None] * 4, None, None, None, None, None
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """A view, so that one tensor in two places counts in each; attached, so that third derivatives are right too."""
+    return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+
+
+def _blocked(
+    ctx: Any, x: Tensor, posterior: Moments, weight: Tensor | None, bias: Tensor | None, y: Tensor | None
+) -> Tensor:
+    """Where the ReLU let nothing through."""
+    with torch.no_grad():
+        if y is None:
+            y = plain.apply(x, posterior, weight, bias, group_size(x.shape[0], ctx.statistics_batch_size), ctx.eps)
+        return y <= 0
 
 
 torch.library.register_autograd(batch_kalman_norm_backward, _differentiate_backward, setup_context=_save_backward)

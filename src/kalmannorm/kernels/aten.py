@@ -1,6 +1,7 @@
 """The op in PyTorch's own operations: any device, any layout, all groups in one pass.
 
     forward    c = x - x̄  ->  S = mean c²  ->  update  ->  y = γρ c + (β + γρ (x̄ - mean)),  ρ = (var + eps)^-½
+               then y + residual, and ReLU
     backward   S0 = Σ g, S1 = ρ Σ g (x - mean)  ->  update_backward  ->  dx = γρ g + 2 dS (x - x̄)/M + dx̄/M
 
 x is looked at as rows, one per example: (N, C, L) or, for channels_last, (N, L, C), both without a copy. Every pass
@@ -8,6 +9,8 @@ works on centred values, so nothing cancels where |x̄| ≫ σ, and y is made in
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,8 +71,13 @@ def forward(
     bias: Tensor | None,
     statistics_batch_size: int,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, posterior mean and variance, observed mean and variance, all (G, C) but the first; γ, β as in op.py."""
+    """Output, posterior mean and variance, observed mean and variance, all (G, C) but the first.
+
+    γ and β are (C,) or (G, C); `residual` lies as x does.
+    """
     rows = Rows(x)
     examples = x.shape[0]
     size = group_size(examples, statistics_batch_size)
@@ -98,6 +106,10 @@ def forward(
     if bias is not None:
         shift = shift + bias.to(shift.dtype)
     centred.mul_(spread(scale)).add_(spread(shift))
+    if residual is not None:
+        centred.add_(Rows(residual).values)
+    if relu:
+        centred.relu_()
     if not whole:
         rows_of_y.copy_(centred)
     # An op may not return one tensor twice.
@@ -107,53 +119,84 @@ def forward(
 
 
 def backward(
-    grad_y: Tensor,
-    grad_posterior: Moments,
-    grad_observation: Moments,
+    grad_y: Tensor | None,
+    grad_moments: Sequence[Tensor | None],
     x: Tensor,
     prior_mean: Tensor | None,
     prior_var: Tensor | None,
     gain: Tensor | None,
     weight: Tensor | None,
-    posterior: Moments,
-    observation: Moments,
+    bias: Tensor | None,
+    moments: Sequence[Tensor],
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, and per group (G, C), not yet summed: at prior mean and variance, gain, weight and bias."""
+    relu: bool = False,
+    bias_rows: int = 0,
+) -> list[Tensor]:
+    """dx, and what exists of the gradients of residual, prior mean, prior var, gain, weight and bias, in this order.
+
+    Each has the shape and dtype of what was given; the bias's is (bias_rows, C), in float32 or better. `y` comes with
+    a residual under a ReLU, `bias` with a ReLU alone: they tell what it let through.
+    """
     rows = Rows(x)
     examples = x.shape[0]
     size = group_size(examples, statistics_batch_size)
-    grad_rows = Rows(grad_y)
+    posterior, observation = Moments(*moments[:2]), Moments(*moments[2:])
     rho = torch.rsqrt(posterior.var + eps)
+    scale = rho if weight is None else weight.to(rho.dtype) * rho
+
+    def spread(moments_GC: Tensor) -> Tensor:
+        return rows.spread(expand_groups(moments_GC, examples, size))
+
+    grad_y = torch.zeros_like(x) if grad_y is None else grad_y
+    if relu and y is None:
+        z = (rows.values - spread(posterior.mean)).mul_(spread(scale))
+        if bias is not None:
+            z.add_(spread(bias.to(rho.dtype).reshape(-1, x.shape[1])))
+        grad_y = torch.where(rows.restore(z, x) <= 0, 0, grad_y)
+    elif y is not None:
+        grad_y = torch.where(y <= 0, 0, grad_y)
+    grad_rows = Rows(grad_y)
     sum_g, sum_gx = (
         sum_groups(part, size)
         for part in reduce_gradient(rows, grad_rows, expand_groups(posterior.mean, examples, size))
     )
     sum_gx = sum_gx * rho
 
-    scale = rho if weight is None else weight.to(rho.dtype) * rho
-    at_posterior = Moments(
-        grad_posterior.mean - scale * sum_g,
-        grad_posterior.var - 0.5 * scale * rho * sum_gx,
-    )
+    at_posterior = Moments(-scale * sum_g, -0.5 * scale * rho * sum_gx)
+    at_observation = at_posterior = plus(at_posterior, *grad_moments[:2])
+    of_prior: list[tuple[Tensor, Tensor]] = []
     if prior_mean is not None and prior_var is not None and gain is not None:
         prior = Moments(prior_mean, prior_var)
         at_prior, at_observation, at_gain = kalman.update_backward(prior, observation, gain, at_posterior)
-    else:
-        at_observation = at_posterior
-        at_prior = Moments(torch.zeros_like(sum_g), torch.zeros_like(sum_g))
-        at_gain = torch.zeros_like(sum_g)
+        of_prior = [(at_prior.mean, prior_mean), (at_prior.var, prior_var), (at_gain, gain)]
+    at_observation = plus(at_observation, *grad_moments[2:])
 
     count = group_sizes(examples, size, rho) * rows.positions
-    slope = 2 * (at_observation.var + grad_observation.var) / count
-    constant = (at_observation.mean + grad_observation.mean) / count
     a, b, centre, c = (
-        rows.spread(expand_groups(t, examples, size)) for t in (scale, slope, observation.mean, constant)
+        spread(t) for t in (scale, 2 * at_observation.var / count, observation.mean, at_observation.mean / count)
     )
     # b (x - x̄), not b x - b x̄: the expanded form cancels where |x̄| ≫ σ.
     dx = (rows.values - centre).mul_(b).addcmul_(grad_rows.values.to(rho.dtype), a).add_(c).to(x.dtype)
-    return rows.restore(dx, x), at_prior.mean, at_prior.var, at_gain, sum_gx, sum_g
+    results = [rows.restore(dx, x)] if y is None else [rows.restore(dx, x), grad_y]
+    results += [summed(g, like.shape).to(like.dtype) for g, like in of_prior]
+    if weight is not None:
+        results.append(summed(sum_gx, weight.shape).to(weight.dtype))
+    if bias_rows:
+        results.append(summed(sum_g, (bias_rows, x.shape[1])))
+    return results
+
+
+def plus(grad: Moments, mean: Tensor | None, var: Tensor | None) -> Moments:
+    """With what else arrives, where something does."""
+    return Moments(grad.mean if mean is None else grad.mean + mean, grad.var if var is None else grad.var + var)
+
+
+def summed(grad_GC: Tensor, shape: Sequence[int]) -> Tensor:
+    """A gradient per group, summed to the shape that was broadcast: (), (1,), (C,), (1, C) or (G, C)."""
+    padded = (1, 1, *shape)
+    return grad_GC.sum_to_size(padded[-2:]).reshape(shape)
 
 
 def reduce_gradient(rows: Rows, grad_rows: Rows, mean_NC: Tensor) -> tuple[Tensor, Tensor]:

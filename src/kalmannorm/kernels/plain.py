@@ -42,6 +42,11 @@ def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | Non
     return y.to(x.dtype)
 
 
+def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    y = y if residual is None else y + residual
+    return torch.relu(y) if relu else y
+
+
 def fuse(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
     """The posterior, in the observation's dtype; the observation itself where there is no prior."""
     if prior is None or gain is None:
@@ -59,12 +64,15 @@ def normalize(
     *,
     statistics_batch_size: int | None,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
     """Output, posterior and observation, as the op gives them."""
     size = group_size(x.shape[0], statistics_batch_size)
     observation = observe_groups(x, size)
     posterior = fuse(prior, observation, gain)
-    return apply(x, posterior, weight, bias, size, eps), posterior, observation
+    y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
+    return y, posterior, observation
 
 
 def observe_covariances(x: Tensor, size: int) -> Moments:
@@ -93,6 +101,8 @@ def normalize_full(
     *,
     statistics_batch_size: int | None,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
     """Output, posterior and observation with covariances; normalizes by their diagonal."""
     size = group_size(x.shape[0], statistics_batch_size)
@@ -101,4 +111,5 @@ def normalize_full(
         if prior is not None and prior.cov is None:
             prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))
         posterior = fuse(prior, observation, gain)
-    return apply(x, posterior, weight, bias, size, eps), posterior, observation
+    y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
+    return y, posterior, observation

@@ -18,6 +18,8 @@ def batch_kalman_norm(
     bias: Tensor | None,
     statistics_batch_size: int,
     eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, posterior mean and variance, observed mean and variance; arguments as in `functional`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -49,6 +51,10 @@ def batch_kalman_norm(
             y = y * scale.to(dtype).view(shape)
         if shift is not None:
             y = y + shift.to(dtype).view(shape)
+        if residual is not None:
+            y = y + residual[start : start + m].to(dtype)
+        if relu:
+            y = torch.relu(y)
         results.append((y.to(x.dtype), mean, var, seen_mean, seen_var))
     outputs, *moments = zip(*results, strict=True)
     mean, var, seen_mean, seen_var = (torch.stack(rows) for rows in moments)

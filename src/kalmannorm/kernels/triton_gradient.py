@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm.kernels.triton_norm import load_row, tile_at, update_backward
+from kalmannorm.kernels.triton_norm import VARYING, load_row, place, tile_at, update_backward
 
 
 @triton.jit
@@ -20,72 +20,79 @@ def gradient_at(
     g = tl.load(g_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if RELU:
         if RESIDUAL:
-            passed = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) > 0.0
+            z = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         else:
-            passed = (x - mean[None, :]) * scale[None, :] + shift[None, :] > 0.0
-        g = tl.where(passed, g, 0.0)
+            z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        g = tl.where(z <= 0.0, 0.0, g)
     return g
 
 
 @triton.jit
+def store_row(pointer, at, value, mask, GIVEN: tl.constexpr):
+    if GIVEN:
+        tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def settle(
-    sum_g, sum_gx, group, groups, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    sum_g, sum_gx, group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
-    N, C, L, m, weight_row, prior_row, gain_step, eps,
-    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
     """From a group's Σ g and Σ g (x - mean): its rows for the parameters, stored; slope b and constant c of its dx."""
-    row = group.to(tl.int64) * C + channel
-    plane = groups.to(tl.int64) * C
+    wide = group.to(tl.int64)
+    row = wide * C + channel
     rho = tl.rsqrt(tl.load(var_ptr + row, mask=in_c, other=1.0) + eps)
-    scale = rho * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
+    scale = rho * load_row(weight_ptr, wide * weight_row + channel, in_c, 1.0, WEIGHT)
     sum_gx *= rho
-    tl.store(rows_ptr + row, sum_gx, mask=in_c)
-    tl.store(rows_ptr + plane + row, sum_g, mask=in_c)
+    store_row(d_weight_ptr, row, sum_gx, in_c, WEIGHT)
+    store_row(d_bias_ptr, row, sum_g, in_c, BIAS)
     at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR) - scale * sum_g
     at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR) - 0.5 * scale * rho * sum_gx
     if PRIOR:
-        q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
-        at_mean, at_var, prior_mean, prior_var, at_q = update_backward(
+        at_mean, at_var, at_prior_mean, at_prior_var, at_gain = update_backward(
             at_mean,
             at_var,
             tl.load(observed_mean_ptr + row, mask=in_c, other=0.0),
             tl.load(observed_var_ptr + row, mask=in_c, other=1.0),
-            tl.load(prior_mean_ptr + group * prior_row + channel, mask=in_c, other=0.0),
-            tl.load(prior_var_ptr + group * prior_row + channel, mask=in_c, other=1.0),
-            q,
+            tl.load(prior_mean_ptr + wide * prior_mean_row + channel, mask=in_c, other=0.0),
+            tl.load(prior_var_ptr + wide * prior_var_row + channel, mask=in_c, other=1.0),
+            tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5),
         )
-        tl.store(rows_ptr + 2 * plane + row, prior_mean, mask=in_c)
-        tl.store(rows_ptr + 3 * plane + row, prior_var, mask=in_c)
-        tl.store(rows_ptr + 4 * plane + row, at_q, mask=in_c)
+        store_row(d_prior_mean_ptr, row, at_prior_mean, in_c, PRIOR)
+        store_row(d_prior_var_ptr, row, at_prior_var, in_c, PRIOR)
+        store_row(d_gain_ptr, row, at_gain, in_c, PRIOR)
     count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
     at_mean += load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
     at_var += load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
     return 2.0 * at_var / count, at_mean / count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
     g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
-    N, C, L, m, chunks, weight_row, prior_row, gain_step, eps,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
-    """On chip: dx of one group and BC channels, and its rows (5, G, C) for the parameters."""
-    group = tl.program_id(0)
-    groups = tl.num_programs(0)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
+    group = tl.program_id(0) % G
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
     observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     for chunk in range(chunks):
@@ -96,11 +103,13 @@ def backward_kernel(
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
     slope, constant = settle(
-        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, groups, channel, in_c,
+        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, channel, in_c,
         weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
-        N, C, L, m, weight_row, prior_row, gain_step, eps, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     for chunk in range(chunks):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
@@ -113,23 +122,22 @@ def backward_kernel(
             tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
     g_ptr, x_ptr, y_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
-    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C)."""
-    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
-    groups = tl.num_programs(2)
+    group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     start = split * chunks_per_split
@@ -140,22 +148,23 @@ def backward_reduce_kernel(
         g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
-    share = (split * groups + group).to(tl.int64) * C + channel
-    plane = (tl.num_programs(1) * groups).to(tl.int64) * C
+    share = (split * G + group).to(tl.int64) * C + channel
+    plane = tl.full([1], splits, tl.int64) * G * C
     tl.store(partial_ptr + share, tl.sum(lanes_g, 0), mask=in_c)
     tl.store(partial_ptr + plane + share, tl.sum(lanes_gx, 0), mask=in_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward_filter_kernel(
     partial_ptr, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, line_ptr, rows_ptr,
-    N, G, C, L, m, splits, weight_row, prior_row, gain_step, eps,
-    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, line_ptr,
+    N, G, C, L, m, splits, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, second: slope and constant of dx (2, G, C), and the rows (5, G, C) for the parameters."""
+    """Streamed, second: slope and constant of dx (2, G, C), and the rows (G, C) for the parameters."""
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -166,25 +175,27 @@ def backward_filter_kernel(
     slope, constant = settle(
         tl.sum(tl.load(partial_ptr + share, mask=mask, other=0.0), 0),
         tl.sum(tl.load(partial_ptr + splits * plane + share, mask=mask, other=0.0), 0),
-        group, tl.num_programs(0), channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr, rows_ptr,
-        N, C, L, m, weight_row, prior_row, gain_step, eps, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     row = group.to(tl.int64) * C + channel
     tl.store(line_ptr + row, slope, mask=in_c)
     tl.store(line_ptr + plane + row, constant, mask=in_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def backward_apply_kernel(
     g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
-    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: dx, and the residual's gradient."""
-    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
@@ -192,9 +203,9 @@ def backward_apply_kernel(
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
     observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
     slope = tl.load(line_ptr + row, mask=in_c, other=0.0)
-    constant = tl.load(line_ptr + tl.num_programs(2).to(tl.int64) * C + row, mask=in_c, other=0.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    constant = tl.load(line_ptr + tl.full([1], G, tl.int64) * C + row, mask=in_c, other=0.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split
     for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
@@ -208,14 +219,33 @@ def backward_apply_kernel(
 
 
 @triton.jit
-def fold_kernel(rows_ptr, folded_ptr, G, C, BG: tl.constexpr, BC: tl.constexpr):
-    """Rows (K, G, C) summed over the groups, in fixed order: (K, C)."""
-    kind = tl.program_id(1).to(tl.int64)
+def fold_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.constexpr, GIVEN: tl.constexpr):
+    """One parameter's rows (G, C) summed in fixed order: (C,), in the parameter's own dtype."""
+    if GIVEN:
+        in_c = channel < C
+        lanes = tl.zeros([BG, BC], tl.float32)
+        for start in range(0, G, BG):
+            group = start + tl.arange(0, BG)
+            at = group.to(tl.int64)[:, None] * C + channel[None, :]
+            lanes += tl.load(source_ptr + at, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
+        tl.store(target_ptr + channel, tl.sum(lanes, 0).to(target_ptr.dtype.element_ty), mask=in_c)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def fold_kernel(
+    source_0, source_1, source_2, source_3, source_4, target_0, target_1, target_2, target_3, target_4,
+    G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The rows of COUNT parameters summed over the groups, each by programs of its own."""
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
-    in_c = channel < C
-    lanes = tl.zeros([BG, BC], tl.float32)
-    for start in range(0, G, BG):
-        group = start + tl.arange(0, BG)
-        at = (kind * G + group)[:, None] * C + channel[None, :]
-        lanes += tl.load(rows_ptr + at, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
-    tl.store(folded_ptr + kind * C + channel, tl.sum(lanes, 0), mask=in_c)
+    parameter = tl.program_id(1)
+    if parameter == 0:
+        fold_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
+    if parameter == 1:
+        fold_rows(source_1, target_1, G, C, channel, BG, BC, COUNT > 1)
+    if parameter == 2:
+        fold_rows(source_2, target_2, G, C, channel, BG, BC, COUNT > 2)
+    if parameter == 3:
+        fold_rows(source_3, target_3, G, C, channel, BG, BC, COUNT > 3)
+    if parameter == 4:
+        fold_rows(source_4, target_4, G, C, channel, BG, BC, COUNT > 4)

@@ -17,6 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+VARYING = ["N", "G", "m", "splits", "chunks", "chunks_per_split"]
+"""Sizes that change with the batch: a new value must not build a kernel anew."""
+
 
 @triton.jit
 def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: tl.constexpr):
@@ -35,6 +38,14 @@ def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: 
         valid = (position < L) & (group * m + example < N)
         offset = ((first + example) * C + channel[None, :]) * L + position[:, None]
     return offset, valid
+
+
+@triton.jit
+def place(C, splits, BC: tl.constexpr):
+    """Which group, share of its chunks and block of channels; on one axis, for the others end at 65535 programs."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    return program // blocks // splits, program // blocks % splits, program % blocks
 
 
 @triton.jit
@@ -85,13 +96,15 @@ def load_row(pointer, at, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
 
 @triton.jit
 def activated(z, RELU: tl.constexpr):
-    return tl.maximum(z, 0.0) if RELU else z
+    """A NaN stays one, as in `torch.relu`."""
+    return tl.where(z <= 0.0, 0.0, z) if RELU else z
 
 
 @triton.jit
 def settle(
     total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR: tl.constexpr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    C, prior_mean_row, prior_var_row, gain_step, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """A group's observation and, after the filter, its posterior, both stored; returns the posterior."""
     var = squared / total
@@ -100,25 +113,25 @@ def settle(
     tl.store(observed_var_ptr + row, var, mask=in_c)
     if PRIOR:
         q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
-        prior_mean = tl.load(prior_mean_ptr + group * prior_row + channel, mask=in_c, other=0.0)
-        prior_var = tl.load(prior_var_ptr + group * prior_row + channel, mask=in_c, other=1.0)
+        prior_mean = tl.load(prior_mean_ptr + group.to(tl.int64) * prior_mean_row + channel, mask=in_c, other=0.0)
+        prior_var = tl.load(prior_var_ptr + group.to(tl.int64) * prior_var_row + channel, mask=in_c, other=1.0)
         mean, var = update(mean, var, prior_mean, prior_var, q)
     tl.store(mean_ptr + row, mean, mask=in_c)
     tl.store(var_ptr + row, var, mask=in_c)
     return mean, var
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    N, C, L, m, chunks, weight_row, prior_row, gain_step, eps,
+    N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
-    group = tl.program_id(0)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    group = tl.program_id(0) % G
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     count = tl.zeros([BR], tl.float32)
     means = tl.zeros([BR, BC], tl.float32)
@@ -130,10 +143,10 @@ def forward_kernel(
     total, mean, squared = merge_lanes(count, means, squares)
     mean, var = settle(
         total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
     )  # fmt: skip
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     for chunk in range(chunks):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
@@ -144,14 +157,13 @@ def forward_kernel(
         tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
-    x_ptr, partial_ptr, count_ptr, N, C, L, m, chunks, chunks_per_split,
+    x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks, chunks_per_split,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
-    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
-    groups = tl.num_programs(2)
+    group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     count = tl.zeros([BR], tl.float32)
@@ -163,19 +175,19 @@ def reduce_kernel(
         x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
         count, means, squares = welford(x, valid, count, means, squares)
     total, mean, squared = merge_lanes(count, means, squares)
-    row = (split * groups + group).to(tl.int64)
-    plane = (tl.num_programs(1) * groups).to(tl.int64) * C
+    row = (split * G + group).to(tl.int64)
+    plane = tl.full([1], splits, tl.int64) * G * C
     tl.store(partial_ptr + row * C + channel, mean, mask=in_c)
     tl.store(partial_ptr + plane + row * C + channel, squared, mask=in_c)
     if block == 0:
         tl.store(count_ptr + row, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def filter_kernel(
     partial_ptr, count_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    G, C, splits, prior_row, gain_step,
+    G, C, splits, prior_mean_row, prior_var_row, gain_step,
     BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: a group's shares, all loaded at once, merged into its observation; and the filter."""
@@ -192,26 +204,26 @@ def filter_kernel(
     total, mean, squared = merge_lanes(count, means, squares)
     settle(
         total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_row, gain_step, PRIOR,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def apply_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
-    N, C, L, m, chunks, chunks_per_split, weight_row, eps,
+    N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: y."""
-    group, block, split = tl.program_id(2), tl.program_id(0), tl.program_id(1)
+    group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group * weight_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split
     for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)

@@ -1,0 +1,56 @@
+"""Which kernels run the op: Triton's on CUDA devices that can, PyTorch's own operations everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kalmannorm.groups import group_size
+from kalmannorm.kernels import aten
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
+    """A module with `forward` and `backward` as `aten` has them."""
+    if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0:
+        return aten
+    # Inside a group the kernels count in 32 bits; where a group begins, in 64.
+    group = group_size(x.shape[0], statistics_batch_size) * (x.numel() // (x.shape[0] * x.shape[1]))
+    return (fused(x.device.index) if group < 2**31 else None) or aten
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of x."""
+    if x.device.type != "cuda":
+        return nullcontext()
+    guard: AbstractContextManager[object] = torch.cuda.device(x.device)
+    return guard
+
+
+@functools.cache
+def fused(device: int) -> ModuleType | None:
+    """The module of Triton kernels, if there is one and it builds for this device."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
+        return None
+    try:
+        from kalmannorm.kernels import triton_op
+    except ImportError:
+        return None
+    try:
+        triton_op.try_out(torch.device("cuda", device))
+    except Exception as error:  # a missing C compiler, a driver that is too old: whatever it is, the op still runs
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(
+            f"kalmannorm: Triton is installed but builds no kernels here ({reason}); running on PyTorch's own "
+            "operations, which are slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return triton_op

@@ -1,0 +1,217 @@
+"""The op on Triton's kernels against the naive reference in float64: every output, every gradient.
+
+Memory that the kernels are to fill holds NaN before, so that nothing they leave out can pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from poisoned import DEVICE, poison
+
+from kalmannorm import op as registered
+from kalmannorm.kernels import reference, triton_launch, triton_op
+from test_op import TOLERANCE, channels_last, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
+op = registered.batch_kalman_norm
+EPS = 1e-5
+
+
+class Case(NamedTuple):
+    """What the op is given; rows of a parameter: 0 for none, 1 for all groups, 2 for a row per group."""
+
+    shape: tuple[int, ...]
+    m: int
+    last: bool = True
+    prior: int = 1
+    gain: int = 0  # 0: one number; 1: per channel
+    weight: int = 1
+    bias: int = 1
+    residual: bool = False
+    relu: bool = False
+    launch: tuple[int, int, int] | None = None  # positions and channels of a tile, programs per group
+    mean: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "one group": Case((4, 8, 5, 5), 4),
+    "N groups": Case((4, 8, 5, 5), 1),
+    "ragged last group, odd positions": Case((5, 6, 3, 3), 2),
+    "NCHW, ragged, odd positions": Case((5, 6, 3, 3), 2, last=False),
+    "C = 1, both layouts are one": Case((3, 1, 4, 3), 2),
+    "one position: (N, C)": Case((7, 5), 2),
+    "one value per group, the prior gives the variance": Case((3, 5), 1),
+    "3-D": Case((4, 3, 6), 2, last=False),
+    "5-D channels_last": Case((3, 4, 2, 3, 2), 2),
+    "5-D": Case((3, 4, 2, 3, 2), 2, last=False),
+    "statistics batch larger than the batch": Case((3, 4, 3, 3), 16),
+    "a prior per group": Case((5, 4, 3, 3), 2, prior=2),
+    "a gain per channel": Case((5, 4, 3, 3), 2, gain=1),
+    "a gain per channel, a prior per group, one group": Case((2, 4, 3, 3), 2, prior=2, gain=1),
+    "no prior": Case((6, 4, 3, 3), 2, prior=0),
+    "no weight": Case((5, 4, 3, 3), 2, weight=0),
+    "no bias": Case((5, 4, 3, 3), 2, bias=0, relu=True),
+    "neither": Case((5, 4, 3, 3), 2, weight=0, bias=0, last=False),
+    "weight and bias per group, as in Batch Renorm": Case((5, 4, 3, 3), 2, prior=0, weight=2, bias=2),
+    "a weight for all, a bias per group": Case((5, 4, 3, 3), 2, weight=1, bias=2, relu=True),
+    "relu": Case((5, 4, 3, 3), 2, relu=True),
+    "residual alone": Case((5, 4, 3, 3), 2, residual=True),
+    "residual and relu": Case((5, 4, 3, 3), 2, residual=True, relu=True),
+    "residual and relu, NCHW": Case((5, 4, 5, 3), 3, residual=True, relu=True, last=False),
+    "large mean": Case((4, 6, 8, 8), 2, mean=1000.0),
+    "large mean, NCHW": Case((4, 6, 8, 8), 2, mean=-1000.0, last=False),
+    "streamed": Case((5, 6, 7, 3), 2, relu=True, launch=(8, 4, 3)),
+    "streamed, NCHW": Case((5, 6, 7, 3), 2, relu=True, launch=(8, 4, 3), last=False),
+    "streamed, more programs than chunks": Case((3, 3, 5, 5), 2, launch=(16, 2, 64)),
+    "streamed, one program per group": Case((5, 3, 5, 5), 2, residual=True, relu=True, launch=(4, 4, 1)),
+    "streamed, one group, no prior": Case((4, 5, 5, 5), 4, prior=0, launch=(4, 4, 5), last=False),
+    "streamed, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(8, 2, 7)),
+    "on chip, many chunks": Case((4, 5, 6, 6), 2, relu=True, launch=(8, 2, 0)),
+    "on chip, many chunks, NCHW": Case((4, 5, 6, 6), 2, residual=True, relu=True, launch=(8, 2, 0), last=False),
+    "on chip, a tile wider than all channels": Case((4, 3, 4, 4), 2, launch=(8, 16, 0)),
+    "bf16": Case((6, 8, 5, 5), 2, residual=True, relu=True, dtype=torch.bfloat16),
+    "bf16, NCHW, streamed": Case((6, 8, 5, 5), 2, relu=True, dtype=torch.bfloat16, launch=(8, 8, 2), last=False),
+    "fp16": Case((6, 8, 5, 5), 3, relu=True, dtype=torch.float16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_kernels(monkeypatch):
+    monkeypatch.setattr(registered, "kernels_for", lambda x, size: triton_op)
+    poison(monkeypatch)
+
+
+def force(monkeypatch, case):
+    if case.launch is not None:
+        monkeypatch.setattr(triton_op, "launch_for", lambda shape, _: triton_launch.launch_of(shape, *case.launch))
+
+
+def tensors(case):
+    """x, prior mean and variance, gain, weight, bias, residual."""
+    C, groups = case.shape[1], -(-case.shape[0] // case.m)
+
+    def rows(number):
+        return {0: None, 1: torch.randn(1, C), 2: torch.randn(groups, C)}[number]
+
+    def parameter(number):
+        given = rows(number)
+        return given[0] if number == 1 else given
+
+    def activations():
+        values = torch.randn(case.shape)
+        return channels_last(values) if case.last else values
+
+    x = activations() * 2 + case.mean
+    prior = rows(case.prior)
+    gain = torch.rand(C) * 0.8 + 0.1 if case.gain else torch.tensor(0.3)
+    filtered = (None, None, None) if prior is None else (prior + case.mean, prior.square() + 0.5, gain)
+    given = (x, *filtered, parameter(case.weight), parameter(case.bias), activations() if case.residual else None)
+    halves = (0, 6)
+    return [
+        None if t is None else t.to(DEVICE, case.dtype if i in halves else torch.float32).requires_grad_()
+        for i, t in enumerate(given)
+    ]
+
+
+def results(function, inputs, case, grads):
+    """Outputs and all gradients, of inputs that are there."""
+    *first, residual = inputs
+    outputs = function(*first, case.m, EPS, residual, case.relu)
+    given = [t for t in inputs if t is not None]
+    arriving = [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, given, arriving)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_matches_the_reference(case, monkeypatch):
+    force(monkeypatch, case)
+    inputs = tensors(case)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    groups = -(-case.shape[0] // case.m)
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, groups, case.shape[1], device=DEVICE)]
+    actual = results(op, inputs, case, grads)
+    expected = results(reference.batch_kalman_norm, exact, case, grads)
+    tolerance = max(TOLERANCE[case.dtype] if case.dtype != torch.float32 else 1e-5, 3e-7 * abs(case.mean))
+    names = ["y", "mean", "var", "observed mean", "observed var"]
+    given = ("x", "prior mean", "prior var", "gain", "weight", "bias", "residual")
+    names += [f"gradient of {name}" for name, t in zip(given, inputs, strict=True) if t is not None]
+    for name, a, e in zip(names, actual, expected, strict=True):
+        assert a.shape == e.shape, name
+        assert relative_error(a, e) < tolerance, name
+    assert actual[0].stride() == inputs[0].stride() and actual[0].dtype == case.dtype
+    for gradient, t in zip(actual[5:], (t for t in inputs if t is not None), strict=True):
+        assert gradient.dtype == t.dtype
+
+
+@pytest.mark.parametrize("launch", [None, (32, 4, 3), (32, 4, 0)], ids=["as chosen", "streamed", "on chip"])
+def test_the_same_bits_every_time(launch, monkeypatch):
+    case = Case((7, 6, 5, 5), 2, relu=True, launch=launch)
+    force(monkeypatch, case)
+    inputs = tensors(case)
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 4, 6, device=DEVICE)]
+    for a, b in zip(results(op, inputs, case, grads), results(op, inputs, case, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("which", range(5), ids=["y", "mean", "var", "observed mean", "observed var"])
+@pytest.mark.parametrize("launch", [(8, 4, 0), (8, 4, 2)], ids=["on chip", "streamed"])
+def test_a_gradient_from_one_output_alone(which, launch, monkeypatch):
+    """What does not arrive is not there; and it may arrive expanded, as the gradient of a sum does."""
+    case = Case((5, 4, 3, 3), 2, relu=True, launch=launch)
+    force(monkeypatch, case)
+    inputs = tensors(case)[:-1]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+
+    def run(function, given):
+        output = function(*given, case.m, EPS, None, True)[which]
+        return torch.autograd.grad(output.sum(), given, allow_unused=True, materialize_grads=True)
+
+    for index, (a, e) in enumerate(zip(run(op, inputs), run(reference.batch_kalman_norm, exact), strict=True)):
+        assert (a.double() - e).norm() < 1e-5 * max(e.norm(), 1), index
+
+
+def test_parameters_in_half_precision_get_gradients_in_half_precision():
+    case = Case((4, 4, 3, 3), 2, dtype=torch.bfloat16)
+    x, mean, var, gain, weight, bias, _ = tensors(case)
+    weight, bias = (t.detach().bfloat16().requires_grad_() for t in (weight, bias))
+    y, *_ = op(x, mean, var, gain, weight, bias, 2, EPS)
+    grads = torch.autograd.grad(y.float().pow(2).sum(), (weight, bias))
+    exact = [t.detach().double().requires_grad_() for t in (x, mean, var, gain, weight, bias)]
+    expected = torch.autograd.grad(reference.batch_kalman_norm(*exact, 2, EPS)[0].pow(2).sum(), exact[4:])
+    for a, e in zip(grads, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert relative_error(a, e) < 2e-2
+
+
+def test_parameters_that_do_not_lie_densely():
+    case = Case((5, 4, 3, 3), 2, prior=2, gain=1)
+    dense = tensors(case)
+    spaced = [t if i in (0, 6) else t.detach().repeat_interleave(2, -1)[..., ::2] for i, t in enumerate(dense)]
+    spaced = [None if t is None else t.detach().requires_grad_() for t in spaced]
+    assert not spaced[1].is_contiguous()
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 3, 4, device=DEVICE)]
+    for a, b in zip(results(op, dense, case, grads), results(op, spaced, case, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_nan_is_not_hidden_by_the_relu():
+    x = torch.randn(4, 3, 2, 2, device=DEVICE)
+    x[0, 1] = float("nan")
+    y, *_ = op(x, None, None, None, None, None, 2, EPS, None, True)
+    assert y[:2, 1].isnan().all()
+    assert y[2:].isfinite().all() and y[:2, ::2].isfinite().all()
+
+
+def test_many_groups_of_few_channels():
+    """More groups than programs fit on any but the first axis of a grid, if they were laid there."""
+    blocks = triton_launch.launch_for(triton_launch.Shape(200_000, 1, 1, 2, True), 132)
+    assert blocks.chunks >= 1
+    if DEVICE == "cuda":
+        x = torch.randn(200_000, 1, device=DEVICE)
+        y, mean, *_ = op(x, None, None, None, None, None, 2, EPS)
+        torch.testing.assert_close(mean[:, 0], x.view(-1, 2).mean(1), rtol=1e-5, atol=1e-6)
+        assert y.isfinite().all()
