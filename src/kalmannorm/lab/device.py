@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.strategies.ddp import DDPStrategy
 
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.fabric import DDPStrategy, Fabric
 from kalmannorm.lab.recipe import Execution, Recipe
 
 # float64 is plain here: the model and the data are float64, and Fabric's own double precision would round the logits.

@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
+
+from kalmannorm.lab.fabric import Fabric
 
 
 class Signals:

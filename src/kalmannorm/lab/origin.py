@@ -47,13 +47,21 @@ def hardware() -> str:
     return ", ".join(parts)
 
 
+def version(package: str) -> str:
+    """Of an installed distribution; "–" where it is not, as when another one brings the same code."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"
+
+
 def origin(*packages: str) -> dict[str, str]:
     """`packages` are further distributions whose versions matter."""
     return {
         "hardware": hardware(),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        **{package: importlib.metadata.version(package) for package in packages},
+        **{package: version(package) for package in packages},
         "python": platform.python_version(),
         "kalmannorm": kalmannorm.__version__,
         "commit": commit(),

@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kalmannorm.accumulation import accumulate_statistics
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.fabric import Fabric
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.population import norms
 
