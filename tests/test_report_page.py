@@ -98,6 +98,8 @@ def test_every_figure_is_drawn(opened, name):
         for shape in drawn[:40]:
             box = shape.bounding_box()
             assert box["width"] + box["height"] > 1
+    for plot in page.locator("svg.inside").all():  # what the axes leave out is cut
+        assert plot.evaluate("node => getComputedStyle(node).overflow") == "hidden"
     # A map is not one flat colour.
     colours = (
         figure(page, "ariance")

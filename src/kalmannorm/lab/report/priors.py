@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kalmannorm.lab.records import Record
 from kalmannorm.lab.report.charts import Chart, Cloud, Figure, Scatter, spaced
 from kalmannorm.lab.report.comparison import Comparison
 from kalmannorm.lab.report.wording import number
 
-_MOST_POINTS = 6_000
+_MOST_POINTS, _MOST_LAYERS = 6_000, 24
+
+Pair = tuple[int, float, float]
+"""Of a channel: its number, what the prior said, what was observed."""
 
 
 def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
@@ -23,6 +26,7 @@ def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
                 layers = run.analyses.get("layers", {}).get("layers") or []
                 layers = [layer for layer in layers if layer.get("prior_var")]
                 if layers:
+                    layers = [layers[i] for i in spaced(len(layers), _MOST_LAYERS)]
                     analysed.append((f"{variant.label} {setting}", variant.colour, layers))
                     break
     if not analysed:
@@ -39,11 +43,9 @@ def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
 
 
 def _scatter(layer: Record, colour: int, room: int) -> Scatter:
-    kept = spaced(len(layer["prior_var"]), room)
-    variances = [(c, layer["prior_var"][c], layer["observed_var"][c]) for c in kept]
-    variances = [(c, p, o) for c, p, o in variances if p is not None and o is not None and p > 0 and o > 0]
-    means = [(c, layer["prior_mean"][c], layer["observed_mean"][c]) for c in kept]
-    means = [(c, p, o) for c, p, o in means if p is not None and o is not None]
+    """All channels count in what is said; so many are drawn as there is room for."""
+    variances = _pairs(layer, "var", lambda prior, observed: prior > 0 and observed > 0)
+    means = _pairs(layer, "mean", lambda prior, observed: True)
     notes = []
     if variances:
         ratio = statistics.median(p / o for _, p, o in variances)
@@ -53,11 +55,17 @@ def _scatter(layer: Record, colour: int, room: int) -> Scatter:
     shape = _correlation([p for _, p, _ in means], [o for _, _, o in means])
     notes += [f"correlation of means {number(shape, 2)}"] if shape is not None else []
     notes += [f"gain q {number(layer['gain'], 2)}"] if layer.get("gain") is not None else []
-    clouds = [_cloud("Variance", True, variances), _cloud("Mean", False, means)]
+    clouds = [_cloud("Variance", True, variances, room), _cloud("Mean", False, means, room)]
     return Scatter([cloud for cloud in clouds if cloud.x], colour, "; ".join(notes) + "." if notes else "")
 
 
-def _cloud(title: str, log: bool, points: Sequence[tuple[int, float, float]]) -> Cloud:
+def _pairs(layer: Record, kind: str, fits: Callable[[float, float], bool]) -> list[Pair]:
+    both = zip(layer[f"prior_{kind}"], layer[f"observed_{kind}"], strict=True)
+    return [(c, p, o) for c, (p, o) in enumerate(both) if p is not None and o is not None and fits(p, o)]
+
+
+def _cloud(title: str, log: bool, pairs: Sequence[Pair], room: int) -> Cloud:
+    points = [pairs[i] for i in spaced(len(pairs), room)]
     channels = [c for c, _, _ in points]
     kind = title.lower()
     return Cloud(

@@ -69,7 +69,7 @@ function drawCurves(nodes, chart, view) {
 
 /** As many of the names as have room. */
 function named(names, width, slanted) {
-  const every = Math.max(1, Math.ceil((names.length * (slanted ? 15 : 44)) / width));
+  const every = Math.max(1, Math.ceil((names.length * (slanted ? 20 : 44)) / width));
   return names.map((words, i) => [i, words.length > 16 ? `…${words.slice(-15)}` : words]).filter(([i]) => i % every === 0);
 }
 
@@ -89,7 +89,7 @@ function drawLine(parent, series, places, x, y, chart) {
   }
   const path = points.map(([px, value]) => `${px.toFixed(1)},${y(value).toFixed(1)}`).join(" ");
   shape(group, "polyline", { points: path, class: "line", "stroke-dasharray": DATA.dashes[series.colour] });
-  if (chart.ticks || points.length === 1) {
+  if (points.length === 1 || (chart.ticks && chart.ticks.length <= 40)) {
     const kind = DATA.markers[series.colour % DATA.markers.length];
     for (const [px, value] of points) marker(group, kind, px, y(value), 3.4, { class: "point" });
   }

@@ -33,7 +33,7 @@ function drawHeatmap(nodes, chart) {
     const x = linear(0, columns, 0, plot.width);
     const y = linear(0, rows, 0, plot.height);
     const wanted = linear(panel.columns[0], panel.columns[columns - 1], 0.5, columns - 0.5);
-    axisX(plot, columns > 1 ? wanted.ticks(Math.min(5, plot.width / 45)).map(([v, words]) => [wanted(v), words]) : [], x, chart.x, { grid: false });
+    axisX(plot, columns > 1 ? wanted.ticks(clamp(plot.width / 45, 3, 5)).map(([v, words]) => [wanted(v), words]) : [], x, chart.x, { grid: false });
     const every = Math.ceil((rows * 17) / plot.height);
     axisY(plot, panel.rows.map((words, i) => [i + 0.5, words.length > 17 ? `…${words.slice(-16)}` : words]).filter((_, i) => i % every === 0), y, chart.y, { grid: false });
 
