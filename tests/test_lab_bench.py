@@ -12,7 +12,7 @@ from torch import nn
 from kalmannorm.cli.app import run
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.lab import bench as lab_bench
-from kalmannorm.lab.bench import BASELINE, Case, Contender, bench, check, measured
+from kalmannorm.lab.bench import BASELINE, Case, Contender, Seconds, bench, check, measured
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import METHODS
 from kalmannorm.lab.peak import peak_bytes
@@ -111,9 +111,11 @@ def test_contenders_take_turns_and_warm_up_out_of_the_clock():
 
 
 def test_ratios_are_of_the_same_round(monkeypatch):
-    monkeypatch.setattr(lab_bench, "measured", lambda *_: {BASELINE: [1, 10, 100, 2, 1], "gn": [2, 20, 200, 4, 2]})
+    noise = [1, 10, 100, 2, 1]
+    times = {name: [Seconds(a * n, b * n) for n in noise] for name, a, b in ((BASELINE, 1, 1), ("gn", 2, 3))}
+    monkeypatch.setattr(lab_bench, "measured", lambda *_: times)
     base, gn = bench(CASE, ["gn"], 5)
-    assert (base["ratio"], gn["ratio"], gn["ratio_p80"]) == (1.0, 2.0, 2.0)
+    assert (base["ratio"], gn["ratio"], gn["ratio_p80"], gn["processor_ratio"]) == (1.0, 2.0, 2.0, 3.0)
     assert (base["peak_ratio"], base["method"]) == (1.0, BASELINE)
     assert gn["peak_mib"] > 0
 

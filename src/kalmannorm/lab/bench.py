@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,13 @@ class Case:
         return normalized(model, name, self.placed(torch.zeros(2, *self.shape)), statistics_batch=size, steps=10_000)
 
 
+class Seconds(NamedTuple):
+    """Of one step. The processor's own are those of all threads: others who use the machine do not add to them."""
+
+    clock: float
+    processor: float
+
+
 class Contender:
     """A net, its optimizer and one step on the batch."""
 
@@ -89,14 +97,14 @@ class Contender:
         self.optimizer.step()
         return loss.detach()
 
-    def seconds(self) -> float:
+    def seconds(self) -> Seconds:
         if self.images.is_cuda:
             torch.cuda.synchronize(self.images.device)
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         self.step()
         if self.images.is_cuda:
             torch.cuda.synchronize(self.images.device)
-        return time.perf_counter() - start
+        return Seconds(time.perf_counter() - start, time.process_time() - busy)
 
     def peak(self) -> int:
         """To be asked after a step, when the optimizer holds what it will hold."""
@@ -134,8 +142,9 @@ def bench(
             "layout": "channels_last" if case.channels_last else "NCHW",
             "device": str(case.device),
             "method": contender.name,
-            **_spread("ms", [1e3 * own for own in times[contender.name]]),
-            **_spread("ratio", _ratios(times[contender.name], times[BASELINE])),
+            **_spread("ms", [1e3 * own.clock for own in times[contender.name]]),
+            **_spread("ratio", _ratios(times[contender.name], times[BASELINE], "clock")),
+            **_spread("processor_ratio", _ratios(times[contender.name], times[BASELINE], "processor")),
             "peak_mib": round(peaks[contender.name] / 2**20, 1),
             "peak_ratio": round(peaks[contender.name] / peaks[BASELINE], 3),
             "parameters": sum(parameter.numel() for parameter in contender.model.parameters()),
@@ -146,9 +155,9 @@ def bench(
     ]
 
 
-def measured(contenders: Sequence[Contender], rounds: int, watch: Callable[[str], None]) -> dict[str, list[float]]:
-    """Seconds of every contender in every round."""
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+def measured(contenders: Sequence[Contender], rounds: int, watch: Callable[[str], None]) -> dict[str, list[Seconds]]:
+    """What a step of every contender took in every round."""
+    times: dict[str, list[Seconds]] = {contender.name: [] for contender in contenders}
     for number in range(-WARMUP, rounds):
         watch("warming up" if number < 0 else f"round {number + 1} of {rounds}")
         turn = number % len(contenders)
@@ -159,8 +168,8 @@ def measured(contenders: Sequence[Contender], rounds: int, watch: Callable[[str]
     return times
 
 
-def _ratios(own: Sequence[float], base: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(own, base, strict=True)]
+def _ratios(own: Sequence[Seconds], base: Sequence[Seconds], of: str) -> list[float]:
+    return [getattr(a, of) / getattr(b, of) for a, b in zip(own, base, strict=True)]
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

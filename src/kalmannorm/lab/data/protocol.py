@@ -22,7 +22,7 @@ class Data(Protocol):
     train_size: int
     test_size: int
     mean: Tensor
-    """(C, 1, 1), like `std`: an image is (pixels - mean) / std, with pixels as they are stored: 0 to 255, digits to 16."""
+    """(C, 1, 1), like `std`: an image is (pixels - mean) / std, of pixels as stored: 0 to 255, digits to 16."""
     std: Tensor
 
     def train_batches(
