@@ -18,6 +18,7 @@ from kalmannorm.functional import normalize
 from kalmannorm.grouped import GroupedNorm, Inference
 from kalmannorm.groups import group_size
 from kalmannorm.kernels import plain
+from kalmannorm.kernels.dispatch import Kind
 from kalmannorm.moments import Moments
 from kalmannorm.statistics import Groups
 
@@ -129,6 +130,9 @@ class BatchRenorm(GroupedNorm):
         size = group_size(x.shape[0], self.statistics_batch_size)
         observation = plain.observe_groups(x, size)
         return plain.apply(x, observation, *self._affine(observation), size, self.eps), observation, observation
+
+    def _averages(self) -> Kind:
+        return "sigma"
 
     def _pool(self, posterior: Groups) -> Moments:
         mean, var, _ = posterior.moments

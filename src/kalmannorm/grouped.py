@@ -20,7 +20,7 @@ from kalmannorm.functional import normalize
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import among_average, groups_of
+from kalmannorm.statistics import among_average
 from kalmannorm.tracking import TrackedNorm
 
 Inference = Literal["population", "batch", "example"]
@@ -184,9 +184,8 @@ class GroupedNorm(TrackedNorm):
             check_enough_values(x, self.statistics_batch_size)
         y, posterior, observation = self._normalize(x, prior, gain)
         if self.track_running_stats and not recomputing():
-            batch = x.shape[0], group_size(x.shape[0], self.statistics_batch_size)
             with torch.no_grad():
-                self._track(groups_of(posterior, *batch), groups_of(observation, *batch), x.numel() // x.shape[1])
+                self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
         return y, posterior
 
     def _train_jointly(

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm.checkpoints import fill_from_batchnorm
+from kalmannorm.functional import transformed
+from kalmannorm.kernels.dispatch import Kind, on_device_of, tracking_for
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import Groups, Pending, moved, values_seen
+from kalmannorm.statistics import Groups, Pending, groups_of, moved, values_seen
 
 SKIPPED_WARNING = (
     "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
@@ -37,6 +39,8 @@ class TrackedNorm(_NormBase):
     _warned: bool
     _pending: Pending | None = None
     """Where forwards leave what they saw, while `accumulate_statistics` keeps the buffers still."""
+    _arrived: Tensor | None = None
+    """What the programs of one launch count themselves by; zero between launches."""
 
     @staticmethod
     def filter_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -63,6 +67,46 @@ class TrackedNorm(_NormBase):
             buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
             if buffer is not None:
                 buffer.fill_(fill)
+
+    def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
+        """Move every buffer by what a forward saw in groups of `size` examples of x."""
+        examples, values = x.shape[0], x.numel() // x.shape[1]
+        track = self._launch(posterior.mean)
+        if track is None:
+            self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        observes = self.observed_mean is not None and self.observed_var is not None
+        if self._arrived is None or self._arrived.device != posterior.mean.device:
+            self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
+        with on_device_of(posterior.mean):
+            track(
+                posterior,
+                observation if observes else None,
+                (self.running_mean, self.running_var),
+                (self.observed_mean, self.observed_var) if observes else None,
+                (self.values_tracked, self.num_batches_tracked, self.skipped_batches),
+                self._arrived,
+                examples=examples,
+                size=size,
+                values=values,
+                momentum=self.momentum,
+                observation_momentum=self.observation_momentum,
+                eps=self.eps,
+                kind=self._averages(),
+            )
+
+    def _launch(self, rows: Tensor) -> Callable[..., None] | None:
+        """What moves the buffers in one launch, where the device can and nobody accumulates."""
+        fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
+            rows.dtype,
+            rows.device,
+        )
+        return tracking_for(rows) if fits and self._pending is None and not transformed() else None
+
+    def _averages(self) -> Kind:
+        """What `_pool` and `_moved` do, in a word."""
+        return "total" if self.total_variance else "plain"
 
     def _track(self, posterior: Groups, observation: Groups, values: Tensor | int) -> None:
         """Move every buffer by one step, or leave that to whoever accumulates; no value leaves the device."""
@@ -150,7 +194,8 @@ class TrackedNorm(_NormBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("_pending", None)
+        for name in ("_pending", "_arrived"):
+            state.pop(name, None)
         return state
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -15,7 +15,10 @@ from kalmannorm import op as registered
 from kalmannorm.kernels import reference, triton_launch, triton_op
 from test_op import TOLERANCE, channels_last, relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
+pytestmark = [  # of Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 op = registered.batch_kalman_norm
 EPS = 1e-5
 

@@ -1,11 +1,13 @@
-"""Which kernels run the op: Triton's on CUDA devices that can, PyTorch's own operations everywhere else."""
+"""Which kernels run: Triton's on CUDA devices that can, PyTorch's own operations everywhere else."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from kalmannorm.groups import group_size
 from kalmannorm.kernels import aten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Kind: TypeAlias = Literal["total", "plain", "sigma"]
+"""What running statistics average: total variances, plain variances, standard deviations."""
 
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
@@ -23,6 +27,17 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     # Inside a group the kernels count in 32 bits; where a group begins, in 64.
     group = group_size(x.shape[0], statistics_batch_size) * (x.numel() // (x.shape[0] * x.shape[1]))
     return (fused(x.device.index) if group < 2**31 else None) or aten
+
+
+def tracking_for(rows: Tensor) -> Callable[..., None] | None:
+    """`triton_tracking.track`, where it can read and write such rows: it is no op, so nothing that traces may watch."""
+    if torch.compiler.is_compiling() or rows.device.type != "cuda" or rows.dtype != torch.float32:
+        return None
+    if type(rows) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or fused(rows.device.index) is None:
+        return None
+    from kalmannorm.kernels import triton_tracking
+
+    return triton_tracking.track
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -1,0 +1,176 @@
+"""The running statistics of a norm moved in one launch: `TrackedNorm._track`, which takes some 25 operations otherwise.
+
+Every program pools the groups of BC channels and finds where their averages would go. Whichever comes last, by a count
+of integers, knows whether all of these are finite, and moves every buffer, or counts a skipped batch and moves none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm.kernels.dispatch import Kind
+from kalmannorm.kernels.triton_launch import power
+from kalmannorm.moments import Moments
+
+TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
+"""What is pooled and averaged: total variances, plain variances, or standard deviations as Batch Renorm does."""
+BAD = tl.constexpr(1 << 16)
+"""In the count of programs that have come: one of these had found a value that is not finite."""
+
+
+@triton.jit
+def pool(
+    mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """One row (C,) of the groups (G, C), each weighted by its examples."""
+    in_c = channel < C
+    means = tl.zeros([BG, BC], tl.float32)
+    for start in range(0, G, BG):
+        group = start + tl.arange(0, BG)
+        share = tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
+        at = group.to(tl.int64)[:, None] * C + channel[None, :]
+        mask = (group < G)[:, None] & in_c[None, :]
+        means += tl.load(mean_ptr + at, mask=mask, other=0.0) * share[:, None]
+    average = tl.sum(means, 0)
+    spreads = tl.zeros([BG, BC], tl.float32)
+    for start in range(0, G, BG):
+        group = start + tl.arange(0, BG)
+        share = tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
+        at = group.to(tl.int64)[:, None] * C + channel[None, :]
+        mask = (group < G)[:, None] & in_c[None, :]
+        spread = tl.load(var_ptr + at, mask=mask, other=0.0)
+        if KIND == TOTAL:
+            away = tl.where(mask, tl.load(mean_ptr + at, mask=mask, other=0.0) - average[None, :], 0.0)
+            spread += away * away
+        if KIND == SIGMA:
+            spread = tl.sqrt(spread + eps)
+        spreads += spread * share[:, None]
+    spread = tl.sum(spreads, 0)
+    if KIND == SIGMA:
+        spread = spread * spread - eps
+    return average, spread
+
+
+@triton.jit
+def moved(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
+    """Where the averages go: `statistics.moved`, and Batch Renorm's own."""
+    step = new_mean - mean
+    if KIND == SIGMA:
+        sigma = tl.sqrt(var + eps)
+        sigma += alpha * (tl.sqrt(new_var + eps) - sigma)
+        to = sigma * sigma - eps
+        return mean + alpha * step, tl.where(to < 0.0, 0.0, to)
+    if KIND == TOTAL:
+        new_var += (1.0 - alpha) * step * step
+    return mean + alpha * step, var + alpha * (new_var - var)
+
+
+@triton.jit
+def broken(mean, var, mask):
+    """1 where any of these is NaN or Inf, else 0."""
+    finite = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
+    return tl.max((mask & ~finite).to(tl.int32), 0)
+
+
+@triton.jit
+def copy_rows(source_ptr, mean_ptr, var_ptr, C, channel):
+    """Two rows (C,), past the caches: other programs have written them."""
+    in_c = channel < C
+    tl.store(mean_ptr + channel, tl.load(source_ptr + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
+    tl.store(var_ptr + channel, tl.load(source_ptr + C + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
+
+
+@triton.jit(do_not_specialize=["N", "G", "m", "values"])
+def track_kernel(
+    mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+    running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+    values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+    N, G, C, m, values, momentum, observation_momentum, eps,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    seen = tl.load(values_ptr)
+    total = tl.where(seen > 0, seen, tl.load(batches_ptr) * values) + values
+    cumulative = (values * 1.0) / total.to(tl.float32)
+    alpha = cumulative if CUMULATIVE else momentum
+
+    mean, var = pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG, BC, KIND)
+    mean, var = moved(
+        tl.load(running_mean_ptr + channel, mask=in_c, other=0.0),
+        tl.load(running_var_ptr + channel, mask=in_c, other=0.0),
+        mean, var, alpha, eps, KIND,
+    )  # fmt: skip
+    bad = broken(mean, var, in_c)
+    tl.store(scratch_ptr + channel, mean, mask=in_c)
+    tl.store(scratch_ptr + C + channel, var, mask=in_c)
+    if OBSERVES:
+        if not CUMULATIVE:
+            alpha = tl.maximum(cumulative, observation_momentum)
+        mean, var = pool(seen_mean_ptr, seen_var_ptr, N, G, C, m, channel, eps, BG, BC, TOTAL)
+        mean, var = moved(
+            tl.load(observed_mean_ptr + channel, mask=in_c, other=0.0),
+            tl.load(observed_var_ptr + channel, mask=in_c, other=0.0),
+            mean, var, alpha, eps, TOTAL,
+        )  # fmt: skip
+        bad = tl.maximum(bad, broken(mean, var, in_c))
+        tl.store(scratch_ptr + 2 * C + channel, mean, mask=in_c)
+        tl.store(scratch_ptr + 3 * C + channel, var, mask=in_c)
+
+    tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
+    arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
+    if arrived % BAD == tl.num_programs(0):
+        tl.store(arrived_ptr, 0)
+        if arrived < BAD:
+            tl.store(values_ptr, total)
+            tl.store(batches_ptr, tl.load(batches_ptr) + 1)
+            for start in range(0, C, WIDE):
+                wide = start + tl.arange(0, WIDE)
+                copy_rows(scratch_ptr, running_mean_ptr, running_var_ptr, C, wide)
+                if OBSERVES:
+                    copy_rows(scratch_ptr + 2 * C, observed_mean_ptr, observed_var_ptr, C, wide)
+        else:
+            tl.store(skipped_ptr, tl.load(skipped_ptr) + 1)
+
+
+def track(
+    posterior: Moments,
+    observation: Moments | None,
+    running: tuple[Tensor, Tensor],
+    observed: tuple[Tensor, Tensor] | None,
+    counts: tuple[Tensor, Tensor, Tensor],
+    arrived: Tensor,
+    *,
+    examples: int,
+    size: int,
+    values: int,
+    momentum: float | None,
+    observation_momentum: float,
+    eps: float,
+    kind: Kind,
+) -> None:
+    """Move `running` and `observed` by groups of `size` neighbours among `examples`, with `values` values per channel.
+
+    `counts` are values, batches and skipped batches so far. `arrived` is an int32 zero, which is one again afterwards;
+    no two launches may share it at the same time.
+    """
+    mean, var = posterior.mean.contiguous(), posterior.var.contiguous()
+    G, C = mean.shape
+    seen, buffers = (None, None), (*running, None, None)
+    if observation is not None and observed is not None:
+        seen, buffers = (observation.mean.contiguous(), observation.var.contiguous()), (*running, *observed)
+    BG = min(power(G), 64)
+    BC = min(max(2048 // BG, 16), power(C))
+    scratch = torch.empty((4, C), device=mean.device, dtype=torch.float32)
+    track_kernel[(triton.cdiv(C, BC),)](
+        mean, var, *seen, *buffers, *counts, scratch, arrived,
+        examples, G, C, min(size, examples), values, 0.0 if momentum is None else momentum, observation_momentum, eps,
+        BG=BG, BC=BC, WIDE=min(power(C), 1024),
+        KIND=KINDS[kind].value, CUMULATIVE=momentum is None, OBSERVES=observed is not None,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version([t for t in (*buffers, *counts) if t is not None])

@@ -1,0 +1,150 @@
+"""Running statistics moved in one launch: the buffers that the separate operations leave, batch after batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from poisoned import DEVICE, poison
+
+from kalmannorm import BatchKalmanNorm1d, BatchRenorm1d, GhostBatchNorm1d, Moments, accumulate_statistics, tracking
+from kalmannorm.kernels import triton_tracking
+
+pytestmark = [  # of Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
+
+NORMS = {
+    "kalman": lambda C, **options: BatchKalmanNorm1d(C, C, transition="weights", **options),
+    "ghost": GhostBatchNorm1d,
+    "plain variances": lambda C, **options: GhostBatchNorm1d(C, total_variance=False, **options),
+    "cumulative": lambda C, **options: GhostBatchNorm1d(C, momentum=None, **options),
+    "renorm": lambda C, **options: BatchRenorm1d(C, warmup_steps=1, r_steps=3, d_steps=3, **options),
+}
+SIZES = {
+    "one group": (4, 5, 4),
+    "N groups": (6, 5, 1),
+    "ragged": (7, 5, 3),
+    "C = 1": (4, 1, 2),
+    "two programs, the last not full": (40, 40, 1),
+    "more groups than a tile": (70, 3, 1),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernel does it, on poisoned memory; how often it was called."""
+    calls = []
+
+    def track(*args, **kwargs):
+        calls.append(kwargs)
+        triton_tracking.track(*args, **kwargs)
+
+    poison(monkeypatch)
+    monkeypatch.setattr(tracking, "tracking_for", lambda rows: track)
+    return calls
+
+
+def pair(make, C, m):
+    """One norm for the kernel, and its twin for the separate operations."""
+    norm = make(C, statistics_batch_size=m).to(DEVICE)
+    twin = copy.deepcopy(norm)
+    twin._launch = lambda rows: None
+    return norm, twin
+
+
+def forward(norm, x):
+    if isinstance(norm, BatchKalmanNorm1d):
+        C = x.shape[1]
+        return norm(x, Moments(torch.zeros(1, C, device=DEVICE), torch.ones(1, C, device=DEVICE)))
+    return norm(x)
+
+
+def assert_alike(norm, twin):
+    for (name, actual), expected in zip(norm.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(("N", "C", "m"), SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS.keys())
+def test_leaves_what_the_separate_operations_leave(make, N, C, m, launches):
+    norm, twin = pair(make, C, m)
+    for step in range(3):
+        x = torch.randn(N, C, 3, device=DEVICE) * (step + 1) + step
+        torch.testing.assert_close(forward(norm, x), forward(twin, x))
+        assert_alike(norm, twin)
+    assert len(launches) == 3
+    assert norm.num_batches_tracked == 3 and norm.values_tracked == 3 * N * 3
+    assert norm._arrived == 0
+
+
+@pytest.mark.parametrize("channel", [0, 39])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38], ids=["nan", "inf", "overflow"])
+def test_a_bad_batch_moves_nothing(bad, channel, launches):
+    """In whichever program's channels it is, and the next batch moves them again."""
+    norm, twin = pair(GhostBatchNorm1d, 40, 1)
+    good, worse = torch.randn(2, 40, 40, 3, device=DEVICE)
+    forward(norm, good)
+    before = copy.deepcopy(dict(norm.named_buffers()))
+    worse[0, channel, 0] = bad
+    forward(norm, worse)
+    for name, buffer in norm.named_buffers():
+        assert torch.equal(buffer, before[name] + (name == "skipped_batches")), name
+    forward(norm, good)
+    forward(twin, good)
+    forward(twin, good)
+    twin.skipped_batches += 1
+    assert_alike(norm, twin)
+
+
+def test_a_batchnorm_checkpoint_counts_its_batches(launches):
+    """values_tracked is 0 and num_batches_tracked is not: they count as batches like this one."""
+    norm, twin = pair(NORMS["cumulative"], 5, 2)
+    for layer in (norm, twin):
+        layer.num_batches_tracked.fill_(3)
+        forward(layer, torch.arange(60.0, device=DEVICE).view(4, 5, 3))
+    assert norm.values_tracked == 4 * 12
+    assert_alike(norm, twin)
+
+
+def test_the_same_bits_every_time(launches):
+    norm, _ = pair(GhostBatchNorm1d, 40, 1)
+    twin = copy.deepcopy(norm)
+    x = torch.randn(40, 40, 2, device=DEVICE)
+    for layer in (norm, twin):
+        forward(layer, x)
+        forward(layer, x * 2)
+    assert all(torch.equal(a, b) for a, b in zip(norm.buffers(), twin.buffers(), strict=True))
+
+
+def test_changes_are_seen_by_autograd(launches):
+    norm, _ = pair(GhostBatchNorm1d, 5, 2)
+    leaf = torch.ones(5, device=DEVICE, requires_grad=True)
+    product = leaf * norm.running_mean
+    forward(norm, torch.randn(4, 5, 3, device=DEVICE))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_who_accumulates_is_left_alone(launches):
+    norm, twin = pair(GhostBatchNorm1d, 5, 2)
+    x = torch.randn(4, 5, 3, device=DEVICE)
+    for layer in (norm, twin):
+        with accumulate_statistics(layer):
+            forward(layer, x)
+    assert not launches
+    assert_alike(norm, twin)
+
+
+def test_the_count_is_no_part_of_the_state(launches):
+    norm, _ = pair(GhostBatchNorm1d, 5, 2)
+    forward(norm, torch.randn(4, 5, 3, device=DEVICE))
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    assert "_arrived" not in torch.load(file, weights_only=False).__dict__
+    assert "_arrived" not in copy.deepcopy(norm).__dict__
+    assert all("arrived" not in name for name in norm.state_dict())
