@@ -48,13 +48,15 @@ def troubled(recipe: Recipe, folder: Path, execution: Execution, *, resume: bool
         raise DivergedError("the loss is nan")
     if recipe.seed == 2:
         raise LabError("the data are missing: fetch them")
-    if recipe.seed == 3:
+    if recipe.seed == 5:
         print("said before the fall")
+        write_json(folder / "fallen.json", {"pid": os.getpid()})
         raise ZeroDivisionError("a bug\nof two lines")
     if recipe.seed == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-    if recipe.seed == 5:
+    if recipe.seed == 3:
         os._exit(7)
+    time.sleep(0.3)  # so that no worker is done with all before another has started
     result = conclude(recipe, folder)
     write_json(folder / "seen.json", {"device": execution.device, "again": again})
     return result

@@ -91,7 +91,7 @@ def test_two_cells_of_one_name_are_an_error(tmp_path):
 def troubled(tmp_path_factory):
     """Everything happens: seed 0 is finished before, 1 diverges, 2 to 5 fail, 6 was broken off."""
     folder = tmp_path_factory.mktemp("troubled")
-    cells = seeded(9)
+    cells = seeded(14)
     trainers.describe(cells[0][1], folder / "cell-0")
     trainers.conclude(cells[0][1], folder / "cell-0")
     trainers.describe(cells[6][1], folder / "cell-6")
@@ -105,7 +105,7 @@ def troubled(tmp_path_factory):
 def test_a_cell_that_fails_stops_no_other(troubled):
     folder, error = troubled
     finished = {run.folder.name for run in error.runs}
-    assert finished == {f"cell-{seed}" for seed in (0, 1, 6, 7, 8)}
+    assert finished == {f"cell-{seed}" for seed in (0, 1, *range(6, 14))}
     assert all((folder / name / "result.json").is_file() for name in finished)
     assert sorted(error.failures) == ["cell-2", "cell-3", "cell-4", "cell-5"]
     assert error.status != 0
@@ -115,22 +115,22 @@ def test_every_failure_is_told_in_one_line(troubled):
     folder, error = troubled
     lines = str(error).splitlines()
     assert len(lines) == 5
-    assert "4 of 9 runs failed" in lines[0]
+    assert "4 of 14 runs failed" in lines[0]
     assert "  cell-2: the data are missing: fetch them" in lines
     assert any("cell-4" in line and "SIGKILL" in line for line in lines)
-    assert any("cell-5" in line and "status 7" in line for line in lines)
-    (fallen,) = [line for line in lines if "cell-3" in line]
+    assert any("cell-3" in line and "status 7" in line for line in lines)
+    (fallen,) = [line for line in lines if "cell-5" in line]
     assert "ZeroDivisionError: a bug" in fallen and "of two lines" not in fallen
-    output = (folder / "output" / "cell-3.txt").read_text()
-    assert str(folder / "output" / "cell-3.txt") in fallen
+    output = (folder / "output" / "cell-5.txt").read_text()
+    assert str(folder / "output" / "cell-5.txt") in fallen
     assert "said before the fall" in output and "of two lines" in output
 
 
 def test_a_diverged_cell_is_a_result_and_marked(troubled):
     _, error = troubled
     (row,) = summarize(error.runs)
-    assert (row["finished"], row["diverged"]) == (5, 1)
-    assert "5 (1 diverged)" in table([row])
+    assert (row["finished"], row["diverged"]) == (10, 1)
+    assert "10 (1 diverged)" in table([row])
 
 
 def test_an_unfinished_cell_goes_on(troubled):
@@ -139,10 +139,12 @@ def test_an_unfinished_cell_goes_on(troubled):
     assert not json.loads((folder / "cell-7" / "seen.json").read_text())["again"]
 
 
-def test_workers_live_over_cells(troubled):
+def test_workers_live_over_cells_but_not_over_a_fall(troubled):
     folder, _ = troubled
-    pids = [json.loads((folder / f"cell-{seed}" / "result.json").read_text())["pid"] for seed in (6, 7, 8)]
-    assert len(set(pids)) < 3 and os.getpid() not in pids
+    pids = [json.loads((folder / f"cell-{seed}" / "result.json").read_text())["pid"] for seed in range(6, 14)]
+    assert len(set(pids)) < len(pids) and os.getpid() not in pids
+    # Whoever fell for a reason unknown may hold memory, or a broken device.
+    assert json.loads((folder / "cell-5" / "fallen.json").read_text())["pid"] not in pids
 
 
 def test_what_printed_nothing_leaves_no_file(troubled):
@@ -164,7 +166,7 @@ from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 
 if __name__ == "__main__":
-    cells = [(f"cell-{seed}", Recipe(seed=seed)) for seed in range(4)]
+    cells = [(f"cell-{seed}", Recipe(seed=seed)) for seed in range(6)]
     try:
         run_cells(cells, Path(sys.argv[1]), Execution(device="cpu"), jobs=2, trainer=trainers.patient)
     except LabError as error:
@@ -181,7 +183,7 @@ def under_way(tmp_path):
     folder = tmp_path / "runs"
     process = subprocess.Popen(
         [sys.executable, str(script), str(folder)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -214,8 +216,8 @@ def test_ctrl_c_lets_every_worker_save_and_says_how_to_go_on(under_way):
     assert process.returncode == 130
     assert saved(folder) == [1, 1]  # each was asked once: a second time would break off its saving
     assert Run.read(folder / "cell-0").finished
-    assert not (folder / "cell-3").exists(), "a cell was begun after Ctrl-C"
-    assert "1 of 4 runs are finished" in printed
+    assert not list(folder.glob("cell-[345]")), "a cell was begun after Ctrl-C"
+    assert "1 of 6 runs are finished" in printed
     assert f"go on with: python comparing.py {folder}" in printed
 
 
@@ -223,7 +225,7 @@ def test_workers_of_a_killed_comparison_save_and_end(under_way):
     process, folder = under_way
     process.kill()
     assert eventually(lambda: len(saved(folder)) == 2, 20)
-    assert not (folder / "cell-3").exists()
+    assert not list(folder.glob("cell-[345]"))
 
 
 def test_one_worker_per_gpu_or_core(monkeypatch):
