@@ -56,3 +56,18 @@ def update_backward(
         Moments(observation_mean, trust * grad.var),
         at_gain,
     )
+
+
+# A float32 sigmoid reaches 1 exactly; q must not, or a group of one value would have no variance at all.
+GAIN_MARGIN = 1e-6
+
+
+def gain_of(logit: Tensor) -> Tensor:
+    """q in (0, 1)."""
+    return GAIN_MARGIN + (1 - 2 * GAIN_MARGIN) * torch.sigmoid(logit)
+
+
+def gain_slope(logit: Tensor) -> Tensor:
+    """dq by the logit."""
+    share = torch.sigmoid(logit)
+    return (1 - 2 * GAIN_MARGIN) * share * (1 - share)
