@@ -29,8 +29,9 @@ class GhostBatchNorm(GroupedNorm):
     Arguments as in `BatchKalmanNorm`, less the filter's.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._finish(self._forward(x, None)[0])
+    def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
 
 class BatchRenorm(GroupedNorm):
@@ -90,8 +91,9 @@ class BatchRenorm(GroupedNorm):
         self.r_max, self.d_max = r_max, d_max
         self.warmup_steps, self.r_steps, self.d_steps = warmup_steps, r_steps, d_steps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._finish(self._forward(x, None)[0])
+    def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
     def clips(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max at the present batch, on the device."""
@@ -117,12 +119,13 @@ class BatchRenorm(GroupedNorm):
             return r, d
         return self.weight * r, self.weight * d + self.bias
 
-    def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
         with torch.no_grad():
             observation = plain.observe_groups(x, group_size(x.shape[0], self.statistics_batch_size))
-        scale, shift = self._affine(observation)
-        size = self.statistics_batch_size
-        return normalize(x, None, None, scale, shift, statistics_batch_size=size, eps=self.eps)
+        affine, size = self._affine(observation), self.statistics_batch_size
+        return normalize(x, None, None, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu)
 
     def _normalize_plainly(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None

@@ -52,6 +52,25 @@ def check_moments(name: str, value: object) -> None:
         raise TypeError(f"{name} must be kalmannorm.Moments, got {given}; pass norm.posterior or Moments(mean, var)")
 
 
+def check_previous(previous: Moments, prior_features: int | None, *, carried: bool) -> None:
+    """`previous` as a layer with so many prior features takes it; `carried`: as the prior itself."""
+    check_moments("previous", previous)
+    if prior_features is None:
+        raise ValueError(
+            "previous was given to a layer without prior_features; build it with prior_features="
+            f"{previous.mean.shape[-1]}, or call it without previous"
+        )
+    for part in ("mean", "var"):
+        shape = tuple(getattr(previous, part).shape)
+        if len(shape) != 2 or shape[1] != prior_features:
+            remedy = "carry it through kalmannorm.moments" if carried else "build the layer with its width"
+            expected = f"(groups, prior_features) = (·, {prior_features})"
+            raise ValueError(f"previous.{part} must be {expected}, got {shape}; {remedy}")
+    if previous.mean.shape != previous.var.shape:
+        shapes = tuple(previous.mean.shape), tuple(previous.var.shape)
+        raise ValueError(f"previous.mean and previous.var must have one shape, got {shapes[0]} and {shapes[1]}")
+
+
 def check_input(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got a {type(x).__name__}")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.distributed import ProcessGroupChoice, Ranks, normalize_jointly, take_part
-from kalmannorm.functional import normalize
+from kalmannorm.functional import normalize, transformed
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -112,18 +112,29 @@ class GroupedNorm(TrackedNorm):
             if not self.track_running_stats:
                 raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
 
-    def _forward(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+    def _forward(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        """Output and posterior. The op adds a residual of the shape and dtype of x and applies the ReLU itself."""
         if isinstance(x, Tensor) and x.dim() in self.input_dims and x.shape[0] == 0 and self._alone():
-            return self._forward_empty(x)
+            y, posterior = self._forward_empty(x)
+            return plain.finish(y, residual, relu), posterior
         check_input(x)
         self._check_input_dim(x)
+        alike = residual is None or (isinstance(residual, Tensor) and _alike(residual, x))
         if self.training and not self.frozen:
-            return self._forward_train(x, previous)
-        if not self.track_running_stats or self.inference == "batch":
-            return self._forward_batch(x, previous)
-        if self.inference == "example":
-            return self._forward_example(x, previous)
-        return self._forward_population(x)
+            if alike:
+                return self._forward_train(x, previous, residual, relu)
+            y, posterior = self._forward_train(x, previous)
+        elif not self.track_running_stats or self.inference == "batch":
+            y, posterior = self._forward_batch(x, previous)
+        elif self.inference == "example":
+            y, posterior = self._forward_example(x, previous)
+        else:
+            y, posterior = self._forward_population(x)
+        # y is new and nobody else's, so it may be written over; transforms and compilers want to see values only.
+        own = alike and not torch.compiler.is_compiling() and not transformed()
+        return (_finish_in_place if own else plain.finish)(y, residual, relu), posterior
 
     def _alone(self) -> bool:
         """Whether no other rank waits for what this one observes."""
@@ -140,8 +151,9 @@ class GroupedNorm(TrackedNorm):
         posterior = Moments(mean.detach().clone().unsqueeze(0), var.detach().clone().unsqueeze(0))
         return take_part(y, self._idle(None)), posterior.to(statistics_dtype(x))
 
-    def _finish(self, y: Tensor) -> Tensor:
-        for name in self.then:
+    def _finish(self, y: Tensor, done: bool = False) -> Tensor:
+        """What the children of `then` make of y; nothing, where a residual or a ReLU in the pass took their place."""
+        for name in () if done else self.then:
             y = getattr(self, name)(y)
         return y
 
@@ -170,19 +182,24 @@ class GroupedNorm(TrackedNorm):
         """γ and β, (C,) or (G, C), for groups that were observed so."""
         return self.weight, self.bias
 
-    def _forward_train(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+    def _forward_train(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
         group = self._ranks.group()
         if group is None:
-            y, posterior = self._train_alone(x, prior, gain)
+            y, posterior = self._train_alone(x, prior, gain, residual, relu)
         else:
             y, posterior = self._train_jointly(x, prior, gain, group)
+            y = plain.finish(y, residual, relu)
         return take_part(y, self._idle(prior)), posterior
 
-    def _train_alone(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments]:
+    def _train_alone(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments]:
         if prior is None:
             check_enough_values(x, self.statistics_batch_size)
-        y, posterior, observation = self._normalize(x, prior, gain)
+        y, posterior, observation = self._normalize(x, prior, gain, residual, relu)
         if self.track_running_stats and not recomputing():
             with torch.no_grad():
                 self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
@@ -201,9 +218,13 @@ class GroupedNorm(TrackedNorm):
                 self._track(seen if prior is None else joint.posterior(posterior), seen, joint.values())
         return y, posterior
 
-    def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
-        size = self.statistics_batch_size
-        return normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
+        affine, size = (self.weight, self.bias), self.statistics_batch_size
+        return normalize(
+            x, prior, gain, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu
+        )
 
     def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
         dtype = statistics_dtype(x)
@@ -263,3 +284,12 @@ class GroupedNorm(TrackedNorm):
 
     def _repr_parts(self) -> list[str]:
         return []
+
+
+def _alike(residual: Tensor, x: Tensor) -> bool:
+    return residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+
+
+def _finish_in_place(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    y = y if residual is None else y.add_(residual)
+    return y.relu_() if relu else y

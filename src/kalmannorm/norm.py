@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.checks import check_moments, open_unit_interval, positive_int
+from kalmannorm.checks import check_previous, open_unit_interval, positive_int
 from kalmannorm.distributed import ProcessGroupChoice
+from kalmannorm.filter import GAIN_MARGIN, gain_of
 from kalmannorm.grouped import GroupedNorm, Inference, exporting
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -26,9 +27,6 @@ from kalmannorm.transition import TRANSITIONS, LearnedTransition
 
 Transition = Literal["learned", "identity", "weights"]
 Covariance = Literal["diagonal", "full"]
-
-# A float32 sigmoid reaches 1 exactly; q must not, or a group of one value would have no variance at all.
-GAIN_MARGIN = 1e-6
 
 # Posteriors of layers under torch.export, which may not be stored on the layers themselves.
 _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
@@ -224,7 +222,7 @@ class BatchKalmanNorm(GroupedNorm):
         """q in (0, 1), () or (C,), with its gradient; None for a layer without a prior."""
         if self.gain_logit is None:
             return None
-        return GAIN_MARGIN + (1 - 2 * GAIN_MARGIN) * torch.sigmoid(self.gain_logit)
+        return gain_of(self.gain_logit)
 
     @property
     def posterior(self) -> Moments | None:
@@ -251,16 +249,34 @@ class BatchKalmanNorm(GroupedNorm):
 
     @overload
     def forward(
-        self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[False] = ...
+        self,
+        x: Tensor,
+        previous: Moments | None = ...,
+        *,
+        return_posterior: Literal[False] = ...,
+        residual: Tensor | None = ...,
+        relu: bool = ...,
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: Tensor, previous: Moments | None = ..., *, return_posterior: Literal[True]
+        self,
+        x: Tensor,
+        previous: Moments | None = ...,
+        *,
+        return_posterior: Literal[True],
+        residual: Tensor | None = ...,
+        relu: bool = ...,
     ) -> tuple[Tensor, Moments]: ...
 
     def forward(
-        self, x: Tensor, previous: Moments | None = None, *, return_posterior: bool = False
+        self,
+        x: Tensor,
+        previous: Moments | None = None,
+        *,
+        return_posterior: bool = False,
+        residual: Tensor | None = None,
+        relu: bool = False,
     ) -> Tensor | tuple[Tensor, Moments]:
         """Normalize x (N, C, *).
 
@@ -269,26 +285,25 @@ class BatchKalmanNorm(GroupedNorm):
 
         `return_posterior=True` returns (y, posterior) and holds nothing: the form for activation checkpointing, and for
         memory, because a held posterior keeps the graph of its forward alive.
+
+        `residual` is added to the result, and `relu` applies a ReLU, in the same pass; either takes the place of the
+        children of `then`.
         """
         if self._posterior is not None:
             self.release()
-        if self.wire is not None and previous is None:
-            y, posterior = self._forward_wired(x)
-            return (y, posterior) if return_posterior else y
-        y, posterior = self._forward(x, previous)
-        y = self._finish(y)
+        wired = self.wire is not None and previous is None
+        if wired:
+            call = self.wire.begin()
+            previous = self.wire.previous(call, x) if self._fuses() else None
+        y, posterior = self._forward(x, previous, residual, relu)
+        if wired:  # the posterior goes to the norms that read it and is not held here
+            self.wire.deliver(call, posterior)
+        y = self._finish(y, residual is not None or relu)
         if return_posterior:
             return y, posterior
-        self._hold(posterior)
+        if not wired:
+            self._hold(posterior)
         return y
-
-    def _forward_wired(self, x: Tensor) -> tuple[Tensor, Moments]:
-        """As a part of a converted model; the posterior goes to the norms that read it and is not held here."""
-        call = self.wire.begin()
-        previous = self.wire.previous(call, x) if self._fuses() else None
-        y, posterior = self._forward(x, previous)
-        self.wire.deliver(call, posterior)
-        return self._finish(y), posterior
 
     def _fuses(self) -> bool:
         """Whether this forward has any use for a prior."""
@@ -300,12 +315,13 @@ class BatchKalmanNorm(GroupedNorm):
         if previous is None:
             self._warn_without_previous()
             return None, None
-        self._check_previous(previous)
+        check_previous(previous, self.prior_features, carried=self.transition is None)
         if previous.mean.shape[0] not in (1, rows):
             previous = previous.pooled()
         full = self.covariance == "full"
         prior = previous if self.transition is None else self.transition(previous, full)
-        return prior, self.gain
+        gain = getattr(previous, "gain", None)  # computed with the prior, for many norms at once
+        return prior, self.gain if gain is None else gain
 
     def _warn_without_previous(self) -> None:
         """A forgotten `previous` would otherwise pass for a filter that never learns."""
@@ -328,27 +344,13 @@ class BatchKalmanNorm(GroupedNorm):
             stacklevel=2,
         )
 
-    def _check_previous(self, previous: Moments) -> None:
-        check_moments("previous", previous)
-        if self.prior_features is None:
-            raise ValueError(
-                "previous was given to a layer without prior_features; build it with prior_features="
-                f"{previous.mean.shape[-1]}, or call it without previous"
-            )
-        for part in ("mean", "var"):
-            shape = tuple(getattr(previous, part).shape)
-            if len(shape) != 2 or shape[1] != self.prior_features:
-                remedy = "build the layer with its width" if self.transition else "carry it through kalmannorm.moments"
-                expected = f"(groups, prior_features) = (·, {self.prior_features})"
-                raise ValueError(f"previous.{part} must be {expected}, got {shape}; {remedy}")
-        if previous.mean.shape != previous.var.shape:
-            shapes = tuple(previous.mean.shape), tuple(previous.var.shape)
-            raise ValueError(f"previous.mean and previous.var must have one shape, got {shapes[0]} and {shapes[1]}")
-
-    def _normalize(self, x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
-        return (
-            self._normalize_plainly(x, prior, gain) if self.covariance == "full" else super()._normalize(x, prior, gain)
-        )
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
+        if self.covariance == "diagonal":
+            return super()._normalize(x, prior, gain, residual, relu)
+        y, posterior, observation = self._normalize_plainly(x, prior, gain)
+        return plain.finish(y, residual, relu), posterior, observation
 
     def _normalize_plainly(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None

@@ -61,8 +61,10 @@ def observe(model: nn.Module, images: Iterable[Tensor], look: Look) -> None:
 def _attach(stack: ExitStack, name: str, norm: GroupedNorm, look: Look) -> None:
     normalize = norm._normalize
 
-    def normalize_and_show(x: Tensor, prior: Moments | None, gain: Tensor | None) -> tuple[Tensor, Moments, Moments]:
-        y, posterior, observation = normalize(x, prior, gain)
+    def normalize_and_show(
+        x: Tensor, prior: Moments | None, gain: Tensor | None, *after: Any
+    ) -> tuple[Tensor, Moments, Moments]:
+        y, posterior, observation = normalize(x, prior, gain, *after)
         look(name, norm, Sight(prior, observation, posterior))
         return y, posterior, observation
 
