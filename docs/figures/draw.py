@@ -1,6 +1,6 @@
 """Draws `micro-batch.svg` and `micro-batch.png`, the README's picture, from `records/`: `make figures`.
 
-Nothing is trained here: `measure.py` and `examples/cifar10.py` make the records. Every number is read from them.
+Nothing is trained here: `measure.py` makes the records. Every number is read from them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def draw_deviation(axes: Axes, records: list[Record]) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks([0.8, 1, 1.25], ["× 0.8", "equal", "× 1.25"])
-    axes.set_xlim(0.72, 1.62)
+    axes.set_xlim(min(record["p5"] for record in records) - 0.02, 1.62)
     axes.set_yticks([record["layer"] for record in kalman], [f"layer {record['layer']}" for record in kalman])
     axes.set_ylim(len(kalman) + 0.5, 0.5)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
@@ -84,13 +84,13 @@ def draw_accuracy(axes: Axes, records: list[Record]) -> None:
     rows = (
         ("BN", 128, "batch norm, batch 128", QUIET),
         ("BN", 2, "batch norm, batch 2", BATCH_NORM),
-        ("GN", 2, "group norm", QUIET),
+        ("GN", None, "group norm", QUIET),
         ("BKN learned", 2, "BKN learned, batch 2", KALMAN_LEARNED),
         ("BKN weights", 2, "BKN weights, batch 2", KALMAN),
     )
     means = {}
     for row, (method, size, _, colour) in enumerate(rows):
-        own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, size)]
+        own = [r["accuracy"] for r in records if r["method"] == method and (size in (r["statistics_batch"], None))]
         modes = ["population"] if method == "GN" else ["population", "example"]
         for mode in modes:
             scores = [accuracy[mode] for accuracy in own]

@@ -1,16 +1,16 @@
-"""Measures on digits what the README shows, and writes it to `records/`; `draw.py` draws it.
+"""Measures what the README shows, and writes it to `records/`; `draw.py` draws it.
 
-The runs are those of `kalmannorm demo`, with five seeds. `records/accuracy.jsonl` holds the test accuracy of each;
-`records/deviation.jsonl` says how far, in each layer, the σ that a batch is normalized with in training lies from the σ
-that inference will use:
+    python docs/figures/measure.py             digits, about 4 minutes on two CPU cores
+    python docs/figures/measure.py cifar10     on a GPU, after `kalmannorm data fetch cifar10`
+
+Run it from the repository's root; the same command again goes on where it was broken off. The digits are those of
+`kalmannorm demo`, with five seeds. `records/accuracy.jsonl` and `records/cifar10.jsonl` hold the test accuracy of each
+run; `records/deviation.jsonl` says how far, in each layer, the σ that a batch is normalized with in training lies from
+the σ that inference will use:
 
     ratio = sqrt(posterior var of a batch / running var)      per channel and batch; 1 where the two agree
 
 Batch norm's posterior is the batch's own variance. "gain" is q, the trust in the batch, averaged over seeds.
-
-About 4 minutes on two CPU cores, from the repository's root; the same command again goes on where it was broken off:
-
-    python docs/figures/measure.py
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,14 +27,12 @@ import numpy as np
 from kalmannorm.cli.demo import CHANGES, METHODS, SETTINGS
 from kalmannorm.lab.cells import grid
 from kalmannorm.lab.compare import run_cells
-from kalmannorm.lab.origin import origin
 from kalmannorm.lab.presets import preset
 from kalmannorm.lab.recipe import Execution
 from kalmannorm.lab.records import Record, Run
 from kalmannorm.lab.setting import Setting
 
 RECORDS = Path(__file__).parent / "records"
-SEEDS = 5
 PERCENTILES = (5, 25, 50, 75, 95)
 NAMES = {"bn": "BN", "brn": "BRN", "gn": "GN", "bkn": "BKN weights", "bkn-learned": "BKN learned"}
 DEVIATING = [(name, m) for name in ("bn", "bkn-learned", "bkn") for m in (2, 1)]
@@ -57,6 +56,7 @@ def accuracy(run: Run) -> Record:
         "epochs": run.recipe.epochs,
         "accuracy": {mode: round(value, 3) for mode, value in result["accuracy"].items()},
         "seconds": result["seconds"],
+        **run.record["origin"],
     }
 
 
@@ -76,16 +76,16 @@ def deviations(runs: list[Run]) -> Iterable[Record]:
             "channels": layers[0]["channels"],
             "seeds": len(runs),
             "epochs": runs[0].recipe.epochs,
+            **runs[0].record["origin"],
         }
 
 
 def write(name: str, records: Iterable[Record]) -> None:
-    source = origin("scikit-learn")
-    (RECORDS / name).write_text("".join(json.dumps({**record, **source}) + "\n" for record in records))
+    (RECORDS / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def main() -> None:
-    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], range(SEEDS), CHANGES)
+def measure_digits() -> None:
+    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], range(5), CHANGES)
     analysed = [name for name, recipe in cells if (recipe.method, recipe.statistics_batch) in DEVIATING]
     runs = run_cells(cells, Path("runs/figures"), Execution(device="cpu", tensorboard=False), analyse=analysed)
     write("accuracy.jsonl", map(accuracy, runs))
@@ -93,5 +93,13 @@ def main() -> None:
     write("deviation.jsonl", (record for own in of.values() for record in deviations(own)))
 
 
+def measure_cifar() -> None:
+    changes = {"epochs": 8.0, "precision": "bf16", "evaluate_every": 0.0}
+    settings = [Setting(128, 128), Setting(128, 2)]
+    cells = grid(preset("cifar10"), ("bn", "gn", "bkn-learned", "bkn"), settings, range(3), changes)
+    execution = Execution(device="cuda", cuda_graph=True, tensorboard=False)
+    write("cifar10.jsonl", map(accuracy, run_cells(cells, Path("runs/figures-cifar10"), execution, jobs=4)))
+
+
 if __name__ == "__main__":
-    main()
+    measure_cifar() if sys.argv[1:] == ["cifar10"] else measure_digits()
