@@ -45,7 +45,14 @@ def said(capsys, *arguments: str, status: int = 2) -> str:
         (["--precision", "int8"], "bf16"),
         (["--optimizer", "adam"], "adamw"),
         (["--schedule", "cosin"], "cosine"),
-        (["--epochs", "0"], "epochs must be positive"),
+        (["--epochs", "0"], "epochs must be a positive number"),
+        (["--epochs", "inf"], "epochs must be a positive number"),
+        (["--label-smoothing", "1.5"], "less than 1"),
+        (["--momentum", "1.5"], "less than 1"),
+        (["--save-every", "0"], "--save-every must be at least 1"),
+        (["--log-every", "-3"], "--log-every must be at least 1"),
+        (["--test-examples", "0"], "test_examples must be at least 1"),
+        (["--resume", "nowhere", "--seed", "4"], "leave out --seed"),
         (["--epochs", "nan"], "epochs must be"),
         (["--learning-rate", "-1"], "learning_rate"),
         (["--gain", "1.5"], "between 0 and 1"),
@@ -82,6 +89,99 @@ def test_a_loss_that_turns_nan(capsys, tmp_path):
     options = ["--method", "gn", "--learning-rate", "1e20", "--train-examples", "128", "--out", str(tmp_path / "other")]
     assert run(["train", *options]) == 3
     assert capsys.readouterr().err.count("kalmannorm: ") == 1
+
+
+def test_a_nan_in_the_middle_of_what_is_averaged(tmp_path):
+    """One NaN among the steps between two events is enough, and so is one that comes after the last event."""
+    recipe = dataclasses.replace(
+        TINY, method="gn", epochs=2, train_examples=256, learning_rate=1e20, schedule="constant"
+    )
+    with pytest.raises(DivergedError):
+        train(recipe, tmp_path / "run", Execution(log_every=5))
+    assert Run.read(tmp_path / "run").result["diverged"] is True
+    with pytest.raises(DivergedError, match="that is its result"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
+def test_a_group_with_one_value(capsys, tmp_path):
+    """The last stage of a ResNet has one position on small images: batch norm of one example has nothing to average."""
+    options = ["--model", "resnet18", "--method", "bn", "--train-examples", "16", "--test-examples", "16"]
+    line = said(capsys, "train", "--setting", "16,1", *options, "--out", str(tmp_path / "run"))
+    assert "resnet18 cannot be trained at (16, 1)" in line
+
+
+def test_test_examples_that_fill_no_group(tmp_path):
+    """They are left out of `batch` inference, where a group of one would have one value per channel."""
+    recipe = Recipe(model="resnet18", method="bn", gradient_batch=16, statistics_batch=16, epochs=1)
+    recipe = dataclasses.replace(recipe, train_examples=16, test_examples=33)
+    assert train(recipe, tmp_path / "run")["accuracy"].keys() == {"population", "batch", "example"}
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "weights"])
+def test_trouble_after_the_last_step_costs_no_step(tmp_path, monkeypatch, phase):
+    recipe = dataclasses.replace(TINY, epochs=1)
+    whole = train(recipe, tmp_path / "whole")
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt if phase == "evaluate" else OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as trouble:
+        trouble.setattr(
+            "kalmannorm.lab.train.evaluate" if phase == "evaluate" else "kalmannorm.lab.checkpoint.save_weights", fail
+        )
+        if phase == "weights":  # the last checkpoint is written as well
+            trouble.setattr(checkpoint, "save", checkpoint.save)
+        with pytest.raises((KeyboardInterrupt, OSError)):
+            train(recipe, tmp_path / "run")
+    steps = []
+    result = train(recipe, tmp_path / "run", resume=True, watch=lambda event: steps.append(event["event"]))
+    assert result["accuracy"] == whole["accuracy"]
+    if phase == "evaluate":
+        assert "train" not in steps, "nothing is trained again"
+
+
+def test_two_processes_in_one_folder(tmp_path):
+    from kalmannorm.lab.lock import locked
+
+    with locked(tmp_path / "run"), pytest.raises(LabError, match="another process"):
+        train(TINY, tmp_path / "run")
+    train(TINY, tmp_path / "run")
+
+
+def test_a_stale_checkpoint_is_not_continued(tmp_path):
+    interrupted(tmp_path / "run")
+    (tmp_path / "run" / "recipe.json").unlink()
+    for resume in (False, True):
+        with pytest.raises(LabError, match=r"without its recipe\.json"):
+            train(dataclasses.replace(TINY, learning_rate=0.01), tmp_path / "run", resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("recipe.json", '{"recipe": {"model": 1}}', "model cannot be 1"),
+        ("recipe.json", '{"recipe": {"epochs": "x"}}', "epochs cannot be 'x'"),
+        ("recipe.json", '{"recipe": {}, "execution": [1]}', "is damaged"),
+        ("result.json", "{}", "is damaged"),
+    ],
+)
+def test_records_of_another_kind(capsys, tmp_path, name, content, expected):
+    train(TINY, tmp_path / "run", Execution(tensorboard=False))
+    (tmp_path / "run" / name).write_text(content)
+    assert expected in said(capsys, "train", "--resume", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("batch", ["-5", "0", "33"])
+def test_evaluation_in_whole_groups(capsys, tmp_path, batch):
+    train(TINY, tmp_path / "run", Execution(tensorboard=False))
+    assert "multiple of the statistics batch 2" in said(capsys, "evaluate", str(tmp_path / "run"), "--batch", batch)
+    assert not (tmp_path / "run" / "evaluation.json").exists()
+
+
+def test_a_large_seed_and_a_file_in_the_way(capsys, tmp_path):
+    train(dataclasses.replace(TINY, epochs=1, seed=20240101123), tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in said(capsys, "train", "--epochs", "1", "--out", str(tmp_path / "file" / "run"))
 
 
 def interrupted(folder):
@@ -154,7 +254,7 @@ def test_a_log_on_a_full_disk(tmp_path):
 
     log = Log(tmp_path / "log.jsonl")
     log.close()
-    log._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115 - closed below
+    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - closed below; the log's own has no buffer either
     with pytest.raises(LabError, match="no space left"):
         log.write("train", step=1)
     log.close()

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import kalmannorm
 from kalmannorm.cli.app import run
-from kalmannorm.lab.device import resolve
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.evaluate import evaluate, evaluation_batch, recalibrated
 from kalmannorm.lab.loading import data_of, load_run, model_of
@@ -20,6 +19,7 @@ from kalmannorm.lab.methods import METHODS
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run
+from kalmannorm.lab.resolve import resolve
 from kalmannorm.lab.train import train
 
 TINY = Recipe(epochs=2, train_examples=256, test_examples=100)

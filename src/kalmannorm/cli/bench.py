@@ -38,8 +38,8 @@ def bench(
 
     from kalmannorm.lab.bench import Case
     from kalmannorm.lab.bench import bench as run
-    from kalmannorm.lab.device import resolve
     from kalmannorm.lab.origin import origin
+    from kalmannorm.lab.resolve import resolve
     from kalmannorm.lab.setting import Setting
 
     if output is not None and not output.parent.is_dir():

@@ -54,6 +54,7 @@ def compare(
     The same command again keeps what is finished and goes on with the rest, so it may be interrupted at any time.
     """
     from kalmannorm.lab.cells import grid
+    from kalmannorm.lab.methods import method
     from kalmannorm.lab.presets import preset
     from kalmannorm.lab.setting import Setting
 
@@ -64,7 +65,7 @@ def compare(
         chosen = [Setting(whole, whole), recipe.setting]
     cells = grid(recipe, _names(methods), chosen, range(seeds), changes)
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
-    analysed = [name for name, cell in cells if analyse and cell.seed == 0]
+    analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]
     run_and_show(cells, folder, execution, jobs=jobs, analyse=analysed, as_json=as_json)
 
 

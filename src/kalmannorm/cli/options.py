@@ -64,6 +64,11 @@ def execution_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _spelled_out(command, _EXECUTION, "execution", "How it runs", lambda given: Execution(**given))
 
 
+def given_execution_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same options, of which the command gets those that were given, as a dict."""
+    return _spelled_out(command, _EXECUTION, "execution", "How it runs", lambda given: given)
+
+
 def _spelled_out(
     command: Callable[..., Any],
     options: Sequence[tuple[str, type, str, str]],

@@ -9,27 +9,33 @@ from typing import Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import execution_options, recipe_options
+from kalmannorm.cli.options import given_execution_options, recipe_options
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 
 
 @recipe_options
-@execution_options
+@given_execution_options
 def train(
-    dataset: Annotated[str, typer.Option("--dataset", "-d", help="See kalmannorm data list.")] = "digits",
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", "-d", help="See kalmannorm data list; digits unless given.")
+    ] = None,
     model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
-    method: Annotated[str, typer.Option("--method", help="bn, brn, gn, ln, in, bkn or bkn-learned.")] = "bkn",
+    method: Annotated[
+        str | None, typer.Option("--method", help="bn, brn, gn, ln, in, bkn or bkn-learned; bkn unless given.")
+    ] = None,
     setting: Annotated[
         str | None, typer.Option("--setting", "-s", help="Gradient and statistics batch, such as 128,2.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights, the order of the images and augmentation.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of the weights, the order of the images and augmentation.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder; runs/NAME unless given.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
     *,
     changes: dict[str, Any],
-    execution: Execution,
+    execution: dict[str, Any],
 ) -> None:
     """Train one model with one normalizer at one setting, into a folder of its own.
 
@@ -37,16 +43,20 @@ def train(
     """
     from kalmannorm.cli.progress import Bar, result_table
 
+    own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
-        recipe, folder, execution = _resumed(resume, execution, changes)
+        given = [name for name, value in (own | changes).items() if value is not None]
+        recipe, folder = _resumed(resume, given), resume
+        how = Execution(**{**_saved_execution(folder), **execution})
     else:
-        recipe = _recipe(dataset, model, method, setting, seed, changes)
+        recipe = _recipe(dataset or "digits", model, method or "bkn", setting, seed or 0, changes)
         folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.name}"
+        how = Execution(**execution)
     recipe.checked()
     from kalmannorm.lab.train import train as run
 
     with Bar(f"{recipe.method} {recipe.setting}", quiet=as_json) as bar:
-        result = run(recipe, folder, execution, resume=resume is not None, watch=bar)
+        result = run(recipe, folder, how, resume=resume is not None, watch=bar)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), **result}))
     else:
@@ -56,26 +66,30 @@ def train(
 def _recipe(
     dataset: str, model: str | None, method: str, setting: str | None, seed: int, changes: dict[str, Any]
 ) -> Recipe:
-    from kalmannorm.lab.presets import at_setting, preset
+    from kalmannorm.lab.presets import at_setting, changed, preset
     from kalmannorm.lab.setting import Setting
 
     recipe = dataclasses.replace(preset(dataset, model), method=method, seed=seed)
     if setting is not None:
         recipe = at_setting(recipe, Setting.parse(setting))
-    return dataclasses.replace(recipe, **changes)
+    return changed(recipe, changes)
 
 
-def _resumed(folder: Path, execution: Execution, changes: dict[str, Any]) -> tuple[Recipe, Path, Execution]:
+def _resumed(folder: Path, given: list[str]) -> Recipe:
     """What the folder says; how it runs may change, what it computes may not."""
     from kalmannorm.lab.records import Run
 
-    if changes:
-        options = ", ".join("--" + name.replace("_", "-") for name in changes)
+    if given:
+        options = ", ".join("--" + name.replace("_", "-").removesuffix("-epochs") for name in given)
         raise LabError(f"--resume goes on with the recipe of {folder}: leave out {options}")
-    run = Run.read(folder)
-    saved = {key: value for key, value in run.record.get("execution", {}).items() if value is not None}
-    known = {field.name: field for field in dataclasses.fields(Execution)}
-    kept = {key: Path(value) if key == "data_root" else value for key, value in saved.items() if key in known}
-    kept.pop("device", None)
-    given = {key: value for key, value in vars(execution).items() if value != known[key].default}
-    return run.recipe, folder, Execution(**{**kept, **given})
+    return Run.read(folder).recipe
+
+
+def _saved_execution(folder: Path) -> dict[str, Any]:
+    """How it ran before, but for the device, which may be another now."""
+    from kalmannorm.lab.records import Run
+
+    saved = Run.read(folder).record.get("execution", {})
+    known = {field.name for field in dataclasses.fields(Execution)} - {"device"}
+    kept = {name: value for name, value in saved.items() if name in known and value is not None}
+    return {name: Path(value) if name == "data_root" else value for name, value in kept.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import method
-from kalmannorm.lab.presets import at_setting
+from kalmannorm.lab.presets import at_setting, changed
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Run
 from kalmannorm.lab.setting import Setting
@@ -38,7 +38,7 @@ def grid(
         if not method(name).groups:
             setting = Setting(setting.gradient_batch, setting.gradient_batch)
         cell = dataclasses.replace(at_setting(recipe, setting.checked()), method=name, seed=seed)
-        cell = dataclasses.replace(cell, **changes).checked()
+        cell = changed(cell, changes).checked()
         found[cell] = cell.name
     return [(name, cell) for cell, name in found.items()]
 

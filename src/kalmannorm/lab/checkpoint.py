@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,16 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoint").glob("step-*"))
 
 
-def load(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Weights into the model; returns the state that was saved with them."""
+def load(folder: Path, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """Weights into the model; returns the state that was saved with them, which holds these names."""
     load_weights(folder / "model.safetensors", model)
     path = folder / "resume.pt"
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler and zip reader raise
         raise _damaged(path, error) from None
+    if not isinstance(state, dict) or not set(names) <= set(state):
+        raise _damaged(path, ValueError("it holds something else"))
     return state
 
 

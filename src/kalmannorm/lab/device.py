@@ -17,28 +17,10 @@ import torch
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.fabric import DDPStrategy, Fabric
 from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.resolve import resolve
 
 # float64 is plain here: the model and the data are float64, and Fabric's own double precision would round the logits.
 _PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "float64": "32-true"}
-
-
-def resolve(device: str) -> torch.device:
-    """ "auto" is the first GPU, or the CPU where there is none."""
-    if device == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise LabError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:1") from None
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise LabError(f"device {device!r}: torch sees no GPU here; give --device cpu")
-        if (found.index or 0) >= torch.cuda.device_count():
-            raise LabError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")
-        return torch.device("cuda", found.index or 0)
-    if found.type != "cpu":
-        raise LabError(f"device {device!r} is not supported: give auto, cpu, cuda or cuda:1")
-    return found
 
 
 def launched(recipe: Recipe, execution: Execution) -> Fabric:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from kalmannorm.lab.data.protocol import Data
@@ -43,9 +43,12 @@ def evaluate(
     """{mode: {"accuracy": %, "loss": …, "top5": % where there are more than 20 classes}} of all ranks together.
 
     The model is left in the mode, training or not, and in the way of inference that it had. `wrapped` runs it, where
-    that is more than a call: in mixed precision, say.
+    that is more than a call; without it, it runs in the precision of the recipe. Of `batch` inference, whose groups are
+    of m test examples, the last test_size % m examples are left out.
     """
-    forward = wrapped or model
+    if batch is not None and (batch < 1 or batch % recipe.statistics_batch):
+        raise LabError(f"--batch {batch} must be a positive multiple of the statistics batch {recipe.statistics_batch}")
+    forward = wrapped or in_precision(model, recipe)
     chosen = list(modes or method(recipe.method).modes)
     unknown = [mode for mode in chosen if mode not in method(recipe.method).modes]
     if unknown:
@@ -78,20 +81,25 @@ def _scores(
         set_inference(model, mode)  # type: ignore[arg-type]
     first = next(model.parameters())
     options: dict[str, Any] = {"num_classes": data.classes, "average": "micro", "validate_args": False}
-    metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(**options), "loss": MeanMetric("ignore")}
+    metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(**options)}
     if data.classes > 20:
         metrics["top5"] = MulticlassAccuracy(top_k=5, **options)
-    for metric in metrics.values():
+    total, count = SumMetric("disable"), SumMetric("disable")  # a NaN is a NaN
+    for metric in (*metrics.values(), total, count):
         metric.to(first.device)
     for images, labels in data.test_batches(batch or evaluation_batch(recipe), rank=rank, ranks=ranks):
+        ragged = len(images) % recipe.statistics_batch
+        if mode == "batch" and ragged and data.test_size > recipe.statistics_batch:
+            images, labels = images[:-ragged], labels[:-ragged]  # they fill no group
+            if not len(images):
+                continue
         logits = forward(prepared(images, recipe))
-        for name, metric in metrics.items():
-            if name == "loss":
-                metric.update(F.cross_entropy(logits, labels), len(labels))
-            else:
-                metric.update(logits.float(), labels)
-    found = {name: float(metric.compute()) for name, metric in metrics.items()}
-    return {name: value if name == "loss" else round(100 * value, 4) for name, value in found.items()}
+        total.update(F.cross_entropy(logits, labels, reduction="sum"))
+        count.update(len(labels))
+        for metric in metrics.values():
+            metric.update(logits.float(), labels)
+    found = {name: round(100 * float(metric.compute()), 4) for name, metric in metrics.items()}
+    return {"accuracy": found.pop("accuracy"), "loss": float(total.compute() / count.compute()), **found}
 
 
 def prepared(images: Tensor, recipe: Recipe) -> Tensor:
@@ -99,6 +107,18 @@ def prepared(images: Tensor, recipe: Recipe) -> Tensor:
     if recipe.precision == "float64":
         images = images.double()
     return images.contiguous(memory_format=torch.channels_last) if recipe.channels_last else images
+
+
+def in_precision(model: nn.Module, recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """The model under autocast, where it was trained so."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
+
+    def forward(images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, dtype, enabled=dtype is not None):
+            found: Tensor = model(images)
+        return found.float() if dtype is not None else found
+
+    return forward
 
 
 def recalibrated(model: nn.Module, data: Data, recipe: Recipe, *, max_batches: int | None = None) -> nn.Module:

@@ -10,12 +10,12 @@ from torch import nn
 
 from kalmannorm.lab import checkpoint, data, models
 from kalmannorm.lab.data.protocol import Data
-from kalmannorm.lab.device import resolve
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.evaluate import prepared
 from kalmannorm.lab.methods import normalized
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run
+from kalmannorm.lab.resolve import resolve
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import torch
 
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.records import Record
+from kalmannorm.lab.resolve import resolve
 from kalmannorm.lab.worker import Task, serve
 
 TICK = 0.2
@@ -66,6 +67,7 @@ def seats(device: str, jobs: int | None) -> list[Seat]:
     """
     if jobs is not None and jobs < 1:
         raise LabError(f"--jobs must be at least 1, got {jobs}")
+    resolve(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = [device]
     if device in ("auto", "cuda") and torch.cuda.is_available():

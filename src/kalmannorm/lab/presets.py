@@ -8,6 +8,8 @@ run shortened by `--budget` has the same shape as a full one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from kalmannorm.lab.errors import one_of
 from kalmannorm.lab.recipe import Recipe
@@ -51,6 +53,18 @@ def preset(dataset: str, model: str | None = None) -> Recipe:
     else:
         recipe = PRESETS[one_of("dataset", dataset, [*PRESETS, f"{FOLDER}PATH"])]
     return recipe if model is None else dataclasses.replace(recipe, model=model)
+
+
+ADAMW_RATE = 0.01
+"""Of the rate of SGD: AdamW's steps do not shrink with the gradient."""
+
+
+def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with what a user gave instead; AdamW gets a rate of its own unless one was given."""
+    recipe = dataclasses.replace(recipe, **changes)
+    if changes.get("optimizer") == "adamw" and "learning_rate" not in changes:
+        recipe = dataclasses.replace(recipe, learning_rate=ADAMW_RATE * recipe.learning_rate)
+    return recipe
 
 
 def at_setting(recipe: Recipe, setting: Setting) -> Recipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,11 +78,17 @@ class Recipe:
         for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
             one_of(name, getattr(self, name), get_args(choices))
         for name in ("epochs", "learning_rate", "width"):
-            if not getattr(self, name) > 0:
-                raise LabError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("momentum", "weight_decay", "warmup_epochs", "label_smoothing", "evaluate_every", "finish_epochs"):
-            if not getattr(self, name) >= 0:
-                raise LabError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise LabError(f"{name} must be a positive number, got {getattr(self, name)}")
+        for name in ("weight_decay", "warmup_epochs", "evaluate_every", "finish_epochs"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise LabError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise LabError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)}")
+        for name in ("train_examples", "test_examples", "image_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise LabError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.warmup_epochs + self.finish_epochs > self.epochs:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
         if self.gain is not None and not 0 < self.gain < 1:
@@ -97,7 +104,20 @@ class Recipe:
         unknown = sorted(set(values) - known)
         if unknown:
             raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
+        for field in dataclasses.fields(cls):
+            if field.name in values and type(values[field.name]) not in _KINDS.get(str(field.type), (str,)):
+                raise LabError(f"this recipe is damaged: {field.name} cannot be {values[field.name]!r}")
         return cls(**values)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+"""What a field's annotation allows; of all others, a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +138,11 @@ class Execution:
     log_every: int | None = None
     """Steps between events of the log; None is ten times per epoch."""
     tensorboard: bool = True
+
+    def checked(self) -> Execution:
+        for name in ("micro_batch", "save_every", "log_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise LabError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.workers < 0:
+            raise LabError(f"--workers must be at least 0, got {self.workers}")
+        return self

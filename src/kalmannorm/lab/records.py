@@ -13,6 +13,7 @@ A comparison is a folder of runs; an experiment is one with an `experiment.json`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -39,7 +40,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise _disk_error(path, error) from error
 
 
@@ -90,14 +92,14 @@ class Log:
     def __init__(self, path: Path, offset: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
+        # Unbuffered: what was written is on its way to the disk, and closing has nothing left that could fail.
+        self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._file.truncate(min(offset, path.stat().st_size))
         self._file.seek(0, os.SEEK_END)
 
     def write(self, event: str, **values: Any) -> None:
         try:
             self._file.write((json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n").encode())
-            self._file.flush()
         except OSError as error:
             raise _disk_error(self.path, error) from error
 
@@ -123,9 +125,13 @@ class Run:
         if not (folder / "recipe.json").is_file():
             raise LabError(f"{folder} is not a run: it holds no recipe.json")
         record = read_json(folder / "recipe.json")
-        if not isinstance(record.get("recipe"), dict):
+        if not isinstance(record.get("recipe"), dict) or not isinstance(record.get("execution", {}), dict):
             raise LabError(f"{folder / 'recipe.json'} is damaged (no recipe): delete its folder and run it again")
-        return cls(folder, Recipe.from_json(record["recipe"]), record)
+        try:
+            recipe = Recipe.from_json(record["recipe"])
+        except LabError as error:
+            raise LabError(f"{folder / 'recipe.json'}: {error}") from None
+        return cls(folder, recipe, record)
 
     @property
     def finished(self) -> bool:
@@ -133,7 +139,13 @@ class Run:
 
     @property
     def result(self) -> Record | None:
-        return read_json(self.folder / "result.json") if self.finished else None
+        """What it came to; None while it runs."""
+        if not self.finished:
+            return None
+        result = read_json(self.folder / "result.json")
+        if not isinstance(result.get("accuracy"), dict):
+            raise LabError(f"{self.folder / 'result.json'} is damaged (no accuracy): delete it, and resume the run")
+        return result
 
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
@@ -143,11 +155,12 @@ class Run:
         for number, line in enumerate(lines):
             try:
                 event = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError):
+                name = event["event"]
+            except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError):
                 if number == len(lines) - 1:
                     break
                 raise LabError(f"{path} is damaged at line {number + 1}: delete its folder and run it again") from None
-            if kind is None or event["event"] == kind:
+            if kind is None or name == kind:
                 found.append(event)
         return found
 

@@ -107,6 +107,7 @@ class Graph:
     def _capture(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
         start = {name: value.clone() for name, value in self.step.model.state_dict().items()}
+        drawn = torch.cuda.get_rng_state(images.device)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -117,6 +118,7 @@ class Graph:
         with torch.cuda.graph(self.captured):
             self.outcome = self._run()
         self.step.model.load_state_dict(start)  # the warm-up moved the running statistics
+        torch.cuda.set_rng_state(drawn, images.device)  # and drew what this step's dropout should draw
 
     def _run(self) -> Outcome:
         for parameter in self.step.model.parameters():

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from kalmannorm.conversion import wiring
 from kalmannorm.lab import checkpoint
+from kalmannorm.lab.averages import Average
 from kalmannorm.lab.device import determinism, launched
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
 from kalmannorm.lab.interrupt import Signals
 from kalmannorm.lab.loading import data_of, model_of, steps_of
+from kalmannorm.lab.lock import locked
 from kalmannorm.lab.logbook import Logbook, Watch
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
@@ -33,6 +35,9 @@ from kalmannorm.lab.stopwatch import Stopwatch
 from kalmannorm.optimization import gains
 from kalmannorm.population import freeze_statistics
 from kalmannorm.recalibration import finish_on_population
+
+STATE = ("step", "optimizer", "precision", "averages", "logged", "speeds", "seconds", "log_offset")
+"""What a checkpoint holds beside the weights."""
 
 
 def train(
@@ -50,17 +55,24 @@ def train(
     a SIGINT or SIGTERM, when a checkpoint has been saved, and `DivergedError` where the loss turns NaN, when the result
     has been written.
     """
-    recipe = recipe.checked()
-    if resume and (folder / "recipe.json").is_file():
+    recipe, execution = recipe.checked(), (execution or Execution()).checked()
+    begun = (folder / "recipe.json").exists()
+    if begun and not resume:
+        raise LabError(f"{folder} holds a run already: go on with it by --resume {folder}, or give another --out")
+    if begun:
         run = Run.read(folder)
         if run.recipe != recipe:
             raise LabError(f"{folder} holds a run of another recipe: give another --out")
         if run.result is not None:
+            if run.result.get("diverged"):
+                raise DivergedError(
+                    f"the run in {folder} diverged at step {run.result.get('steps')}; that is its result"
+                )
             return run.result
-    elif (folder / "recipe.json").exists():
-        raise LabError(f"{folder} holds a run already: go on with it by --resume {folder}, or give another --out")
+    elif checkpoint.checkpoints(folder):
+        raise LabError(f"{folder} holds checkpoints of a run without its recipe.json: delete it, or give another --out")
     with determinism(recipe.deterministic):
-        training = Training(recipe, folder, execution or Execution(), watch)
+        training = Training(recipe, folder, execution, watch)
         try:
             return training.run()
         except torch.OutOfMemoryError as error:
@@ -69,7 +81,7 @@ def train(
                 f"batch {recipe.statistics_batch}"
             ) from error
         finally:
-            training.logbook.close()
+            training.close()
 
 
 class Training:
@@ -78,6 +90,7 @@ class Training:
     def __init__(self, recipe: Recipe, folder: Path, execution: Execution, watch: Watch | None) -> None:
         self.recipe, self.folder, self.execution = recipe, folder, execution
         fabric = self.fabric = launched(recipe, execution)
+        first = fabric.global_rank == 0
         self.data = data_of(recipe, fabric.device, execution)
         self.per_epoch = self.data.train_size // recipe.gradient_batch
         self.steps = steps_of(recipe, self.data)
@@ -86,20 +99,30 @@ class Training:
         self.bare = model_of(recipe, self.data, fabric.device)
         model: Any = torch.compile(self.bare) if execution.compile else self.bare
         self.model, self.optimizer = fabric.setup(model, optimizer_of(self.bare, recipe))
-        self.averages = {name: _average(fabric.device) for name in ("loss", "accuracy")}
+        self.averages = {name: Average(fabric.device) for name in ("loss", "accuracy")}
         self.stopwatch = Stopwatch()
         self.done = 0
         self.logged = 0, 0.0
         """Steps and seconds at the last event of the log."""
         self.speeds: list[float] = []
-        offset = self._restore()
         self.step = Step(fabric, self.model, recipe, execution)
-        first = fabric.global_rank == 0
+        self._open = ExitStack()
         if first:
-            self._describe()
-        self.logbook = Logbook(
-            folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
-        )
+            self._open.enter_context(locked(folder))
+        try:
+            offset = self._restore()
+            if first:
+                self._describe()
+            self.logbook = Logbook(
+                folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
+            )
+            self._open.callback(self.logbook.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._open.close()
 
     def run(self) -> Record:
         with Signals() as signals:
@@ -107,7 +130,7 @@ class Training:
                 self.model.train()
                 with self.stopwatch.running():
                     self._epoch(signals)
-        return self._finished(diverged=False)
+            return self._finished(diverged=False)
 
     def _describe(self) -> None:
         if not (self.folder / "recipe.json").is_file():
@@ -145,14 +168,14 @@ class Training:
                 self._log()
             elif self.logbook.due():
                 self.logbook.progress(**self._position(), **self._since_logged())
-            if last:
-                return
             stop = signals.stop(self.fabric)
             with self.stopwatch.paused():
-                if self.done % evaluate_every == 0:
+                if self.done % evaluate_every == 0 and not last:
                     self._evaluate()
-                if self.done % save_every == 0 or stop:
+                if self.done % save_every == 0 or stop or last:
                     self._save()
+            if last:
+                return
             if stop:
                 raise Interrupted(
                     f"saved at step {self.done} of {self.steps}; go on with: kalmannorm train --resume {self.folder}"
@@ -160,16 +183,20 @@ class Training:
 
     def _train_on(self, images: Tensor, labels: Tensor) -> None:
         # What dropout draws depends on the step alone, so that a resumed run draws the same.
-        torch.manual_seed((self.recipe.seed * 1_000_003 + self.done) * 1_009 + self.fabric.global_rank)
+        torch.manual_seed(((self.recipe.seed * 1_000_003 + self.done) * 1_009 + self.fabric.global_rank) % 2**63)
         set_learning_rate(self.optimizer, learning_rate(self.recipe, self.done, self.steps, self.warmup))
-        loss, accuracy = self.step(images, labels)
+        try:
+            loss, accuracy = self.step(images, labels)
+        except ValueError as error:  # a group with a single value per channel, as batch norm says of a 1×1 map
+            raise LabError(f"{self.recipe.model} cannot be trained at {self.recipe.setting}: {error}") from error
         self.optimizer.step()
-        self.averages["loss"].update(loss)
-        self.averages["accuracy"].update(100 * accuracy)
+        self.averages["loss"].add(loss)
+        self.averages["accuracy"].add(100 * accuracy)
         self.done += 1
 
     def _finish_on_population(self) -> None:
-        loader = (prepared(images, self.recipe) for images, _ in self.data.plain_batches(evaluation_batch(self.recipe)))
+        size = evaluation_batch(self.recipe, self.execution.micro_batch)
+        loader = (prepared(images, self.recipe) for images, _ in self.data.plain_batches(size))
         finish_on_population(self.bare, loader, progress=False)
         self.step.recapture()
         self.model.train()
@@ -179,16 +206,17 @@ class Training:
 
     def _since_logged(self) -> Record:
         """Averages since the last event, of this rank; waits for the device."""
-        values = {name: float(metric.compute()) for name, metric in self.averages.items()}
+        values = {name: average.here() for name, average in self.averages.items()}
         step, seconds = self.logged
         images = (self.done - step) * self.recipe.gradient_batch
         return {**values, "images_per_second": round(images / max(self.stopwatch.seconds - seconds, 1e-9), 2)}
 
     def _log(self) -> None:
         values = self._since_logged()
-        for name, metric in self.averages.items():
-            values[name] = float(self.fabric.all_reduce(metric.compute(), reduce_op="mean"))  # type: ignore[arg-type]
-            metric.reset()
+        for name, average in self.averages.items():
+            total, count = average.joined(self.fabric).tolist()
+            values[name] = total / count
+            average.reset()
         seconds = self.stopwatch.seconds
         self.speeds.append(values["images_per_second"])
         self.logged = self.done, seconds
@@ -231,7 +259,7 @@ class Training:
             "parameters": sum(parameter.numel() for parameter in self.bare.parameters()),
             "peak_memory": torch.cuda.max_memory_allocated(self.fabric.device) if cuda else None,
             "gains": gains(self.bare) if method(self.recipe.method).to == "kalman" else {},
-            "diverged": diverged,
+            "diverged": diverged or not all(math.isfinite(found["loss"]) for found in scores.values()),
         }
         if self.fabric.global_rank == 0:
             checkpoint.save_weights(self.folder / "model.safetensors", self.bare)
@@ -241,12 +269,13 @@ class Training:
         return result
 
     def _save(self) -> None:
+        averages = {name: average.joined(self.fabric) for name, average in self.averages.items()}
         if self.fabric.global_rank == 0:
             state = {
                 "step": self.done,
                 "optimizer": self.optimizer.state_dict(),
                 "precision": self.fabric.strategy.precision.state_dict(),
-                "averages": {name: [metric.mean_value, metric.weight] for name, metric in self.averages.items()},
+                "averages": averages,
                 "logged": list(self.logged),
                 "speeds": self.speeds,
                 "seconds": self.stopwatch.seconds,
@@ -260,21 +289,14 @@ class Training:
         saved = checkpoint.checkpoints(self.folder)
         if not saved:
             return 0
-        state = checkpoint.load(saved[-1], self.bare)
+        state = checkpoint.load(saved[-1], self.bare, STATE)
         self.optimizer.load_state_dict(state["optimizer"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        for name, (total, weight) in state["averages"].items():
-            self.averages[name].update(total, 1)
-            self.averages[name].weight = weight.to(self.fabric.device)
+        for name, sums in state["averages"].items():
+            if self.fabric.global_rank == 0:  # of all ranks
+                self.averages[name].sums.copy_(sums)
         self.done, self.speeds, self.stopwatch.seconds = state["step"], state["speeds"], state["seconds"]
         self.logged = state["logged"][0], state["logged"][1]
         if self.done > self.finish:
             freeze_statistics(self.bare)
         return int(state["log_offset"])
-
-
-def _average(device: torch.device) -> MeanMetric:
-    """In float64, and of this rank alone: ranks are joined when the log is written."""
-    metric = MeanMetric("ignore", sync_on_compute=False).to(device)
-    metric.set_dtype(torch.float64)
-    return metric

@@ -12,7 +12,7 @@ from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
 from kalmannorm.lab.experiments.widths import batchnorm_parameters, matching_width
-from kalmannorm.lab.presets import FOLDER, at_setting, preset
+from kalmannorm.lab.presets import FOLDER, at_setting, changed, preset
 from kalmannorm.lab.recipe import Execution, Recipe
 
 _IMAGENET: dict[Role, str] = {"inception": "bn-inception", "resnet": "resnet101"}
@@ -146,16 +146,12 @@ def _paper_models(experiment: Experiment) -> dict[Role, str]:
 
 
 def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
-    recipe = at_setting(preset(dataset, model), arm.setting)
-    epochs = recipe.epochs * wanted.budget
-    recipe = dataclasses.replace(
-        recipe,
-        method=arm.method,
-        epochs=epochs,
-        warmup_epochs=recipe.warmup_epochs * wanted.budget,
-        evaluate_every=min(1.0, epochs / EVALUATIONS),
-    )
-    return dataclasses.replace(recipe, **wanted.changes).checked()
+    recipe = dataclasses.replace(at_setting(preset(dataset, model), arm.setting), method=arm.method)
+    scaled = {name: getattr(recipe, name) * wanted.budget for name in ("epochs", "warmup_epochs")}
+    recipe = changed(dataclasses.replace(recipe, **scaled), wanted.changes)
+    if "evaluate_every" not in wanted.changes:
+        recipe = dataclasses.replace(recipe, evaluate_every=min(1.0, recipe.epochs / EVALUATIONS))
+    return recipe.checked()
 
 
 def _check_size(recipe: Recipe, data: Data) -> None:

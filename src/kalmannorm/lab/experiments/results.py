@@ -25,9 +25,15 @@ class Finished:
         if at is None or not self.evaluations:
             found: float | None = self.result["accuracy"].get(mode)
             return found
-        wanted = at * self.evaluations[-1]["step"]
+        wanted = at * self.length
         nearest = min(self.evaluations, key=lambda event: abs(event["step"] - wanted))
         return _accuracy(nearest, mode)
+
+    @property
+    def length(self) -> int:
+        """Steps of the whole training, which one that diverged did not reach."""
+        planned = [event["steps"] for event in self.run.events("train")]
+        return int(planned[-1] if planned else self.evaluations[-1]["step"])
 
     def best(self, mode: str) -> float | None:
         return max((a for event in self.evaluations if (a := _accuracy(event, mode)) is not None), default=None)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from kalmannorm.lab import models
-from kalmannorm.lab.device import resolve
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.experiments.results import averaged
 from kalmannorm.lab.experiments.tables import PAPER, on_what
@@ -23,6 +22,7 @@ from kalmannorm.lab.optimizing import optimizer_of
 from kalmannorm.lab.presets import FOLDER
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Record
+from kalmannorm.lab.resolve import resolve
 
 ROUNDS, WARMUP = 30, 3
 IMAGES: dict[str, tuple[int, tuple[int, int, int]]] = {

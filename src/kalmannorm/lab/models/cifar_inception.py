@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kalmannorm.lab.models.parts import Unit, initialise, scaled
+from kalmannorm.lab.models.parts import Unit, scaled
 
 STEM, HIDDEN = 32, 1000
 
@@ -60,7 +60,6 @@ class CifarInception(nn.Module):
             fan_in = block.out
         self.hidden = nn.Linear(fan_in, scaled(HIDDEN, width))
         self.classifier = nn.Linear(self.hidden.out_features, classes)
-        initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.blocks(self.stem(x)).mean((2, 3))

@@ -1,0 +1,26 @@
+"""Which device a name means, or the line that says why it means none."""
+
+from __future__ import annotations
+
+import torch
+
+from kalmannorm.lab.errors import LabError
+
+
+def resolve(device: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none."""
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise LabError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:1") from None
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LabError(f"device {device!r}: torch sees no GPU here; give --device cpu")
+        if (found.index or 0) >= torch.cuda.device_count():
+            raise LabError(f"device {device!r}: torch sees {torch.cuda.device_count()} GPUs here, numbered from 0")
+        return torch.device("cuda", found.index or 0)
+    if found.type != "cpu":
+        raise LabError(f"device {device!r} is not supported: give auto, cpu, cuda or cuda:1")
+    return found
