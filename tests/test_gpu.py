@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from kalmannorm import BatchKalmanNorm2d, batch_kalman_norm, check_statistics, moments, set_inference
-from kalmannorm.kernels import reference
+from kalmannorm import BatchKalmanNorm2d, Moments, batch_kalman_norm, check_statistics, moments, set_inference
+from kalmannorm.kernels import aten, reference
+from kalmannorm.kernels.dispatch import kernels_for
 from kalmannorm.op import batch_kalman_norm as op
 from test_inference import Net
 from test_op import SHAPES, TOLERANCE, arguments, channels_last, relative_error, run
@@ -135,10 +136,90 @@ def test_moments_travel_on_the_device():
     torch.testing.assert_close(on_cuda.var.cpu(), on_cpu.var, rtol=1e-4, atol=1e-5)
 
 
-def test_large_tensor_offsets():
-    """More than 2^31 values: sizes must not wrap."""
-    x = torch.randn(33, 64, 1024, 1024, device="cuda", dtype=torch.bfloat16)
-    y, posterior = batch_kalman_norm(x, None, None, None, None, statistics_batch_size=2)
-    last = x[32:].float()
-    torch.testing.assert_close(posterior.mean[-1], last.mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
-    assert y[32:].float().std().item() == pytest.approx(1, abs=1e-2)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_large_tensor_offsets(memory_format):
+    """More than 2^31 values: sizes must not wrap, forward or backward."""
+    x = torch.empty(33, 64, 1024, 1024, device="cuda", dtype=torch.bfloat16, memory_format=memory_format).normal_()
+    x.requires_grad_()
+    y, posterior = batch_kalman_norm(x, None, None, None, None, statistics_batch_size=2, relu=True)
+    last = x[32:].detach().requires_grad_()
+    expected, _ = batch_kalman_norm(last, None, None, None, None, relu=True)
+    torch.testing.assert_close(posterior.mean[-1], last.float().mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    assert relative_error(y[32:], expected) < 1e-2
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    assert relative_error(dx[32:], torch.autograd.grad(expected, last, expected.detach())[0]) < 1e-2
+
+
+def test_who_runs_where():
+    shape = (4, 3, 2, 2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert kernels_for(torch.empty(shape, device="cuda", dtype=dtype), 2) is not aten
+    assert kernels_for(torch.empty(shape, device="cuda", dtype=torch.float64), 2) is aten
+    assert kernels_for(torch.empty(shape), 2) is aten
+
+
+def kernels_in(work) -> list[str]:
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize(
+    ("shape", "m", "forward", "backward"),
+    [((32, 256, 14, 14), 2, 1, 3), ((32, 64, 56, 56), 32, 3, 4)],
+    ids=["on chip", "streamed"],
+)
+def test_how_many_kernels_run(shape, m, forward, backward):
+    """No zeros for gradients that do not arrive, no sums after the op but over groups and of the gain."""
+    C = shape[1]
+    x = torch.randn(shape, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
+    rows = [torch.ones(1, C, device="cuda", requires_grad=True) for _ in range(2)]
+    weight, bias = (torch.ones(C, device="cuda", requires_grad=True) for _ in range(2))
+    gain = torch.tensor(0.5, device="cuda", requires_grad=True)
+
+    def run():
+        y, _ = batch_kalman_norm(x, Moments(*rows), gain, weight, bias, statistics_batch_size=m, relu=True)
+        return y
+
+    y = run()
+    assert len(kernels_in(run)) == forward
+    leaves = (x, *rows, gain, weight, bias)
+    g = torch.randn_like(y)
+    assert len(kernels_in(lambda: torch.autograd.grad(y, leaves, g, retain_graph=True))) == backward
+
+
+def test_a_norm_moves_its_statistics_in_one_kernel():
+    layer = BatchKalmanNorm2d(64, statistics_batch_size=2).cuda()
+    x = torch.randn(8, 64, 7, 7, device="cuda")
+    assert sum("track" in name for name in kernels_in(lambda: layer(x))) == 1
+    assert len(kernels_in(lambda: layer(x))) <= 4
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["relu", "residual and relu"])
+def test_memory_is_at_most_that_of_batch_norm(residual):
+    x = torch.randn(16, 64, 56, 56, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    r = torch.randn_like(x) if residual else None
+    weight, bias = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+
+    def ours():
+        return batch_kalman_norm(x, None, None, weight, bias, statistics_batch_size=2, residual=r, relu=True)[0]
+
+    def theirs():
+        y = nn.functional.batch_norm(x, None, None, weight, bias, True)
+        return torch.relu(y if r is None else y + r)
+
+    def held(function) -> tuple[int, int]:
+        function()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = function()
+        kept = torch.cuda.memory_allocated() - before
+        y.backward(y.detach())
+        x.grad = None
+        return kept, torch.cuda.max_memory_allocated() - before
+
+    for mine, limit in zip(held(ours), held(theirs), strict=True):
+        assert mine <= limit + 2**16

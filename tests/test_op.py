@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kalmannorm import Moments, batch_kalman_norm
 from kalmannorm.kernels import reference
 from kalmannorm.op import batch_kalman_norm as op
+from kalmannorm.op import observe
 
 SHAPES = {
     "N6-C3-4x5": (6, 3, 4, 5),
@@ -251,6 +252,16 @@ def test_full_covariance_matches_its_definition(N):
         covariance = torch.cov(values, correction=0)
         fused = (1 - q) * torch.diag(var[group].detach()) + q * covariance + q * (1 - q) * torch.outer(d, d)
         assert_same([posterior.cov[group].detach()], [fused], 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4), (5, 3), (4, 2, 3, 2)], ids=str)
+def test_observing_alone(shape):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    actual, expected = observe(x, 2), reference.batch_kalman_norm(x, *[None] * 5, 2, 1e-5)[3:]
+    assert_same(actual, expected, 1e-12)
+    assert torch.autograd.gradcheck(lambda x: observe(x, 2), x)
+    assert torch.autograd.gradgradcheck(lambda x: observe(x, 2), x)
+    torch.library.opcheck(observe, (x, 2))
 
 
 def test_third_derivatives():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm.distributed import ProcessGroupChoice
-from kalmannorm.functional import normalize
+from kalmannorm.functional import normalize, observe
 from kalmannorm.grouped import GroupedNorm, Inference
 from kalmannorm.groups import group_size
 from kalmannorm.kernels import plain
@@ -123,7 +123,7 @@ class BatchRenorm(GroupedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments, Moments]:
         with torch.no_grad():
-            observation = plain.observe_groups(x, group_size(x.shape[0], self.statistics_batch_size))
+            observation = observe(x, self.statistics_batch_size)
         affine, size = self._affine(observation), self.statistics_batch_size
         return normalize(x, None, None, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from kalmannorm.functional import normalize
+from kalmannorm.functional import normalize, observe
 from kalmannorm.groups import group_count, group_size, group_sizes
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
@@ -100,12 +100,13 @@ def normalize_jointly(
 ) -> tuple[Tensor, Moments, Joint]:
     """Output and posterior of this rank's groups, and what all ranks observed; `affine` gives γ, β of an observation.
 
-    The op runs twice, once to observe and once, with a gain of 0, to normalize with the posterior as it is: it keeps
-    nothing but x for the backward, where plain operations would keep three tensors of that size.
+    The op runs with a gain of 0, to normalize with the posterior as it is: it keeps nothing but x for the backward,
+    where plain operations would keep three tensors of that size.
     """
     groups = count_groups(x, statistics_batch_size, group, prior=prior is not None)
     run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
-    joint = join(x, run(None, None, None, None)[1], group_size(x.shape[0], statistics_batch_size), groups, group)
+    seen = observe(x, statistics_batch_size)
+    joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, group)
     rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
     posterior = plain.fuse(prior, observation, gain)

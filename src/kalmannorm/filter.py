@@ -35,9 +35,10 @@ def update(prior: Moments, observation: Moments, gain: Tensor) -> Moments:
     """
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
-    mean = prior.mean + trust * surprise
+    mean = torch.addcmul(prior.mean, trust, surprise)
     if prior.cov is None or observation.cov is None:
-        return Moments(mean, doubt * prior.var + trust * observation.var + trust * doubt * surprise.square())
+        seen = torch.addcmul(observation.var, doubt, surprise.square())
+        return Moments(mean, torch.addcmul(doubt * prior.var, trust, seen))
     outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
     cov = doubt * prior.cov + trust * observation.cov + trust * doubt * outer
     return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)
@@ -49,12 +50,13 @@ def update_backward(
     """Gradients of the diagonal `update`: at the prior, at the observation, and at the gain before summing, (G, C)."""
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
-    observation_mean = trust * grad.mean + 2 * trust * doubt * surprise * grad.var
-    at_gain = grad.mean * surprise + grad.var * (observation.var - prior.var + (1 - 2 * trust) * surprise.square())
+    lever = surprise * grad.var
+    observation_mean = trust * torch.addcmul(grad.mean, doubt, lever, value=2)
+    at_gain = surprise * torch.addcmul(grad.mean, doubt - trust, lever)
     return (
         Moments(grad.mean - observation_mean, doubt * grad.var),
         Moments(observation_mean, trust * grad.var),
-        at_gain,
+        at_gain.addcmul_(grad.var, observation.var - prior.var),
     )
 
 

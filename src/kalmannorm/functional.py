@@ -18,7 +18,7 @@ from kalmannorm.checks import (
     check_residual,
     positive_int,
 )
-from kalmannorm.groups import statistics_dtype
+from kalmannorm.groups import group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 
@@ -55,8 +55,15 @@ def normalize(
         mean, var = prior.mean.to(dtype), prior.var.to(dtype)
         gain = None if gain is None else gain.to(dtype)
     x = x.contiguous(memory_format=op.memory_format_of(x))
-    y, *moments = op.batch_kalman_norm(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
+    y, *moments = op.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
     return y, Moments(*moments[:2]), Moments(*moments[2:])
+
+
+def observe(x: Tensor, statistics_batch_size: int | None) -> Moments:
+    """Mean and biased variance of each group, (G, C), in float32 or better."""
+    if transformed():
+        return plain.observe_groups(x, group_size(x.shape[0], statistics_batch_size))
+    return Moments(*op.observe(x.contiguous(memory_format=op.memory_format_of(x)), statistics_batch_size or 0))
 
 
 def batch_kalman_norm(

@@ -33,8 +33,7 @@ _BACKWARD = (
 )
 
 
-@torch.library.custom_op("kalmannorm::batch_kalman_norm", mutates_args=(), schema=_FORWARD)
-def batch_kalman_norm(
+def _forward(
     x: Tensor,
     prior_mean: Tensor | None,
     prior_var: Tensor | None,
@@ -55,6 +54,9 @@ def batch_kalman_norm(
     return results
 
 
+batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=_FORWARD)
+
+
 @batch_kalman_norm.register_fake
 def _(
     x: Tensor,
@@ -73,8 +75,7 @@ def _(
     return torch.empty_like(x), *moments
 
 
-@torch.library.custom_op("kalmannorm::batch_kalman_norm_backward", mutates_args=(), schema=_BACKWARD)
-def batch_kalman_norm_backward(
+def _backward(
     grad_y: Tensor | None,
     grad_mean: Tensor | None,
     grad_var: Tensor | None,
@@ -115,6 +116,11 @@ def batch_kalman_norm_backward(
     return results
 
 
+batch_kalman_norm_backward = torch.library.custom_op(
+    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=_BACKWARD
+)
+
+
 @batch_kalman_norm_backward.register_fake
 def _(
     grad_y: Tensor | None,
@@ -146,7 +152,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # To know what a ReLU let through takes its output where a residual was added; else x and β tell.
     mask = (None, output[0]) if residual is not None else (bias, None)
     ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
-    ctx.bias = None if bias is None else (_rows(bias), bias.shape, bias.dtype)
+    ctx.bias = (0, None, None) if bias is None else (_rows(bias), bias.shape, bias.dtype)
     ctx.residual = None if residual is None else residual.dtype
 
 
@@ -158,10 +164,10 @@ def _rows(parameter: Tensor) -> int:
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
     moments = [mean, var, observed_mean, observed_var]
-    rows, shape, dtype = ctx.bias or (0, None, None)
-    results = batch_kalman_norm_backward(
-        *grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, rows
-    )
+    rows, shape, dtype = ctx.bias
+    # Where nothing more is differentiated and nobody traces, the way through the dispatcher would only take time.
+    run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
+    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, rows)
     remaining = iter(results)
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
@@ -173,6 +179,71 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
 
 
 torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context=_save)
+
+
+class _Node(torch.autograd.Function):
+    """What the registered op is to autograd, without the way there, which costs as much as a small batch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`batch_kalman_norm` on all of its arguments, by the shortest way."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (
+        batch_kalman_norm(*inputs) if watched(inputs[0]) else _Node.apply(*inputs)  # type: ignore[no-untyped-call]
+    )
+    return results
+
+
+def _observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
+    with on_device_of(x):
+        moments: tuple[Tensor, Tensor] = kernels_for(x, statistics_batch_size).observe(x, statistics_batch_size)
+    return moments
+
+
+observe = torch.library.custom_op(
+    "kalmannorm::observe",
+    _observe,
+    mutates_args=(),
+    schema="(Tensor x, SymInt statistics_batch_size) -> (Tensor, Tensor)",
+)
+
+
+@observe.register_fake
+def _(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, ...]:
+    groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    return tuple(x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(2))
+
+
+def _save_observed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, ctx.statistics_batch_size = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *output)
+
+
+def _differentiate_observed(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+    x, *moments = ctx.saved_tensors
+    at = (None, *grads, None, None)
+    (dx,) = batch_kalman_norm_backward(*at, x, *[None] * 5, moments * 2, None, ctx.statistics_batch_size, 1.0, False, 0)
+    return dx, None
+
+
+torch.library.register_autograd(observe, _differentiate_observed, setup_context=_save_observed)
+
+
+def watched(x: Tensor) -> bool:
+    """Whether anything compiles, exports, traces or otherwise wants to see the op pass by."""
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    )
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

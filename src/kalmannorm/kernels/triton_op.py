@@ -76,6 +76,27 @@ def forward(
     return y, *moments  # type: ignore[return-value]
 
 
+def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
+    """As `aten.observe`: the first two of the streamed launches."""
+    shape = shape_of(x, statistics_batch_size)
+    how = launch_for(shape, processors_of(x))
+    how = how._replace(splits=max(how.splits, 1))
+    N, C, L, m, channels_last = shape
+    G = shape.groups
+    mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
+    partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
+    count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
+    norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
+        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split,
+        BR=how.BR, BC=how.BC, CHANNELS_LAST=channels_last, num_warps=8 if channels_last else 4,
+    )  # fmt: skip
+    norm.filter_kernel[G, triton.cdiv(C, SHARES)](
+        partial, count, None, None, None, mean, var, mean, var,
+        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=SHARES, PRIOR=False,
+    )  # fmt: skip
+    return mean, var
+
+
 def backward(
     grad_y: Tensor | None,
     grad_moments: Sequence[Tensor | None],
