@@ -49,7 +49,7 @@ def test_the_cifar_table_is_what_the_records_say():
     for label, (method, m) in {
         "batch norm (128, 128)": ("BN", 128),
         "batch norm (128, 2)": ("BN", 2),
-        "group norm": ("GN", 2),
+        "group norm, warmed up": ("GN warmed up", 128),
         "BKN learned (128, 2)": ("BKN learned", 2),
         "BKN weights (128, 2)": ("BKN weights", 2),
     }.items():

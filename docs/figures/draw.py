@@ -84,14 +84,14 @@ def draw_accuracy(axes: Axes, records: list[Record]) -> None:
     rows = (
         ("BN", 128, "batch norm, batch 128", QUIET),
         ("BN", 2, "batch norm, batch 2", BATCH_NORM),
-        ("GN", None, "group norm", QUIET),
+        ("GN warmed up", 128, "group norm", QUIET),
         ("BKN learned", 2, "BKN learned, batch 2", KALMAN_LEARNED),
         ("BKN weights", 2, "BKN weights, batch 2", KALMAN),
     )
     means = {}
     for row, (method, size, _, colour) in enumerate(rows):
         own = [r["accuracy"] for r in records if r["method"] == method and (size in (r["statistics_batch"], None))]
-        modes = ["population"] if method == "GN" else ["population", "example"]
+        modes = ["population"] if method.startswith("GN") else ["population", "example"]
         for mode in modes:
             scores = [accuracy[mode] for accuracy in own]
             mean = means[method, size, mode] = statistics.mean(scores)
