@@ -16,7 +16,7 @@ ROOT = Path(kalmannorm.__file__).parent
 LAYERS = [
     {"moments"},
     {"groups", "filter"},
-    {"checks", "checkpoints", "statistics", "kernels"},
+    {"checks", "checkpoints", "statistics", "kernels", "fused"},
     {"op"},
     {"functional"},
     {"distributed"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"become"},
     {"conversion"},
     {"population", "optimization", "tallies"},
-    {"deploy", "accumulation"},
+    {"deploy", "accumulation", "fusion"},
     {"recalibration"},
     {"lab"},
     {"cli"},

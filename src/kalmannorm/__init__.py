@@ -13,6 +13,7 @@ from kalmannorm.baselines import (
 from kalmannorm.conversion import convert, rewire, to_batchnorm, wiring
 from kalmannorm.deploy import fold, freeze_priors
 from kalmannorm.functional import batch_kalman_norm
+from kalmannorm.fusion import Fusion, fuse
 from kalmannorm.graph.report import NormWiring, Wiring
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
@@ -32,6 +33,7 @@ __all__ = [
     "BatchRenorm1d",
     "BatchRenorm2d",
     "BatchRenorm3d",
+    "Fusion",
     "GhostBatchNorm1d",
     "GhostBatchNorm2d",
     "GhostBatchNorm3d",
@@ -49,6 +51,7 @@ __all__ = [
     "freeze_priors",
     "freeze_statistics",
     "functional",
+    "fuse",
     "gains",
     "moments",
     "parameter_groups",

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from kalmannorm.become import GROUPED, become, become_batchnorm, check_norm, fresh_grouped, fresh_other
 from kalmannorm.checks import positive_int
+from kalmannorm.fused import unfuse
 from kalmannorm.graph.plan import Plan, make_plan
 from kalmannorm.graph.relay import Begin, End, Relay, Wire
 from kalmannorm.graph.report import Wiring, report
@@ -180,6 +181,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     with torch.inference_mode(False):
         if not inplace:
             model = copy.deepcopy(model)
+        unfuse(model)
         for module in list(model.modules()):
             if isinstance(module, GroupedNorm):
                 become_batchnorm(module)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from kalmannorm.fused import unfused
 from kalmannorm.graph.recorder import Recorder
 from kalmannorm.graph.records import NormCall, Op, Ref, Trace, Value, function_name
 from kalmannorm.graph.untouched import untouched
@@ -133,7 +134,7 @@ def trace(
     recorder = Recorder(model)
     _feed(recorder, example_input, (args, kwargs))
     names = {id(module): name for name, module in model.named_modules()}
-    with untouched(model, training=training), _no_graph(model), recorder.watching(names):
+    with unfused(model), untouched(model, training=training), _no_graph(model), recorder.watching(names):
         for name, (norm, then) in norms.items():
             norm.__dict__["forward"] = _stub(recorder, name, norm, then)
         try:
