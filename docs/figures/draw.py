@@ -117,7 +117,7 @@ def draw_accuracy(axes: Axes, records: list[Record]) -> None:
     title(
         axes,
         f"Batch 2 costs batch norm {lost[0]:.1f} points, BKN {lost[1]:.1f}",
-        f"CIFAR-10, the paper's Inception net, {epochs} epochs; mean and range of {seeds} seeds",
+        f"CIFAR-10, the paper's Inception net, {epochs:g} epochs; mean and range of {seeds} seeds",
         left=-0.44,
     )
 
