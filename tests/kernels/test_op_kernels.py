@@ -67,17 +67,17 @@ CASES = {
     "residual and relu, NCHW": Case((5, 4, 5, 3), 3, residual=True, relu=True, last=False),
     "large mean": Case((4, 6, 8, 8), 2, mean=1000.0),
     "large mean, NCHW": Case((4, 6, 8, 8), 2, mean=-1000.0, last=False),
-    "streamed": Case((5, 6, 7, 3), 2, relu=True, launch=(8, 4, 3)),
-    "streamed, NCHW": Case((5, 6, 7, 3), 2, relu=True, launch=(8, 4, 3), last=False),
-    "streamed, more programs than chunks": Case((3, 3, 5, 5), 2, launch=(16, 2, 64)),
-    "streamed, one program per group": Case((5, 3, 5, 5), 2, residual=True, relu=True, launch=(4, 4, 1)),
-    "streamed, one group, no prior": Case((4, 5, 5, 5), 4, prior=0, launch=(4, 4, 5), last=False),
-    "streamed, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(8, 2, 7)),
-    "on chip, many chunks": Case((4, 5, 6, 6), 2, relu=True, launch=(8, 2, 0)),
-    "on chip, many chunks, NCHW": Case((4, 5, 6, 6), 2, residual=True, relu=True, launch=(8, 2, 0), last=False),
+    "streamed": Case((3, 6, 7, 3), 2, relu=True, launch=(16, 4, 2)),
+    "streamed, NCHW": Case((3, 6, 7, 3), 2, relu=True, launch=(16, 4, 2), last=False),
+    "streamed, more programs than chunks": Case((3, 3, 5, 5), 2, launch=(16, 4, 64)),
+    "streamed, one program per group": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 4, 1)),
+    "streamed, one group, no prior": Case((3, 5, 5, 5), 3, prior=0, launch=(16, 8, 4), last=False),
+    "streamed, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(64, 4, 3)),
+    "on chip, many chunks": Case((3, 5, 6, 6), 2, relu=True, launch=(16, 4, 0)),
+    "on chip, many chunks, NCHW": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 2, 0), last=False),
     "on chip, a tile wider than all channels": Case((4, 3, 4, 4), 2, launch=(8, 16, 0)),
     "bf16": Case((6, 8, 5, 5), 2, residual=True, relu=True, dtype=torch.bfloat16),
-    "bf16, NCHW, streamed": Case((6, 8, 5, 5), 2, relu=True, dtype=torch.bfloat16, launch=(8, 8, 2), last=False),
+    "bf16, NCHW, streamed": Case((4, 8, 5, 5), 2, relu=True, dtype=torch.bfloat16, launch=(16, 8, 2), last=False),
     "fp16": Case((6, 8, 5, 5), 3, relu=True, dtype=torch.float16),
 }
 
@@ -150,12 +150,12 @@ def test_matches_the_reference(case, monkeypatch):
         assert gradient.dtype == t.dtype
 
 
-@pytest.mark.parametrize("launch", [None, (32, 4, 3), (32, 4, 0)], ids=["as chosen", "streamed", "on chip"])
+@pytest.mark.parametrize("launch", [None, (16, 8, 2), (16, 8, 0)], ids=["as chosen", "streamed", "on chip"])
 def test_the_same_bits_every_time(launch, monkeypatch):
-    case = Case((5, 6, 5, 5), 2, relu=True, launch=launch)
+    case = Case((3, 6, 5, 5), 2, relu=True, launch=launch)
     force(monkeypatch, case)
     inputs = tensors(case)
-    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 3, 6, device=DEVICE)]
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 2, 6, device=DEVICE)]
     for a, b in zip(results(op, inputs, case, grads), results(op, inputs, case, grads), strict=True):
         assert torch.equal(a, b)
 

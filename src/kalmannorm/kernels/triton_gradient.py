@@ -79,11 +79,15 @@ def backward_kernel(
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group = tl.program_id(0) % G
     channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -126,10 +130,14 @@ def backward_kernel(
 def backward_reduce_kernel(
     g_ptr, x_ptr, y_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C)."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -191,10 +199,14 @@ def backward_filter_kernel(
 def backward_apply_kernel(
     g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: dx, and the residual's gradient."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C

@@ -15,6 +15,8 @@ from kalmannorm.groups import group_count, group_size
 
 ON_CHIP = 32768
 """Values of a slab that one program may read twice: 64 KiB in half precision."""
+MOST_SPLITS = 256
+"""Shares of a group, which one program merges."""
 
 
 class Shape(NamedTuple):
@@ -30,6 +32,12 @@ class Shape(NamedTuple):
     def groups(self) -> int:
         return group_count(self.N, self.m)
 
+    @property
+    def vector(self) -> int:
+        """Up to 16 neighbours, a power of two, that every row holds a whole number of times."""
+        inner = self.C if self.channels_last else self.L
+        return min(inner & -inner, 16)
+
 
 class Launch(NamedTuple):
     """Tiles of BR positions × BC channels; `splits` programs share a group, 0 for one program that does all of it."""
@@ -42,6 +50,11 @@ class Launch(NamedTuple):
     @property
     def per_split(self) -> int:
         return -(-self.chunks // self.splits)
+
+    @property
+    def merge_channels(self) -> int:
+        """Of a program that merges the shares of a group: about 2048 values."""
+        return min(max(2048 // power(self.splits), 8), 32)
 
 
 def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
@@ -60,32 +73,33 @@ def power(n: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def launch_for(shape: Shape, processors: int) -> Launch:
+    slab = shape.m * shape.L
     if shape.channels_last:
         for BC in (64, 32, 16, 8):  # the widest that leaves work for every processor, of slabs that the cache holds
-            if power(shape.C) >= BC and _fills(shape, BC, processors) and shape.m * shape.L * BC <= ON_CHIP:
-                return launch_of(shape, min(4096 // BC, power(shape.m * shape.L)), BC, 0)
+            if power(shape.C) >= BC and _programs(shape, BC) >= 0.9 * processors and slab * BC <= ON_CHIP:
+                return launch_of(shape, min(4096 // BC, power(slab)), BC, 0)
         BC = min(power(shape.C), 32)
-        return launch_of(shape, min(4096 // BC, power(shape.m * shape.L)), BC, _splits(shape, BC, processors))
+        return _streamed(shape, min(4096 // BC, power(slab)), BC, processors, 4)
     BR = min(power(shape.L), 1024)
-    BC = min(max(2048 // BR, 1), power(shape.C), 16)
-    while BC > 1 and not _fills(shape, BC, processors):
+    BC = widest = min(max(2048 // BR, 1), power(shape.C), 16)
+    while BC > 1 and _programs(shape, BC) < 1.8 * processors:
         BC //= 2
-    if _programs(shape, BC) >= 8 * processors or (_fills(shape, BC, processors) and shape.m * shape.L * BC <= ON_CHIP):
+    programs = _programs(shape, BC)
+    if programs >= 8 * processors or (programs >= 0.9 * processors and slab * BC <= ON_CHIP):
         return launch_of(shape, BR, BC, 0)
-    return launch_of(shape, BR, BC, _splits(shape, BC, processors))
+    return _streamed(shape, BR, widest, processors, 8)
 
 
 def _programs(shape: Shape, BC: int) -> int:
     return shape.groups * -(-shape.C // BC)
 
 
-def _fills(shape: Shape, BC: int, processors: int) -> bool:
-    return _programs(shape, BC) >= 0.9 * processors
-
-
-def _splits(shape: Shape, BC: int, processors: int) -> int:
-    """About four programs per processor."""
-    return -(-4 * processors // _programs(shape, BC))
+def _streamed(shape: Shape, BR: int, BC: int, processors: int, each: int) -> Launch:
+    """So many programs for each processor, where they have four chunks to do; at least two."""
+    programs = _programs(shape, BC)
+    chunks = launch_of(shape, BR, BC, 0).chunks
+    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // 4))
+    return launch_of(shape, BR, BC, min(splits, MOST_SPLITS))
 
 
 def launch_of(shape: Shape, BR: int, BC: int, splits: int) -> Launch:
@@ -96,7 +110,7 @@ def launch_of(shape: Shape, BR: int, BC: int, splits: int) -> Launch:
 
 def processors_of(x: Tensor) -> int:
     if x.device.type != "cuda":
-        return 4  # Triton's interpreter: any number will do
+        return 1  # Triton's interpreter
     return _processors(x.device.index)
 
 

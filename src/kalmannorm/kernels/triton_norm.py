@@ -4,6 +4,7 @@ x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lie
 because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
 lanes keeps a running mean and sum of squared deviations (Welford), and lanes, tiles and programs are merged in fixed
 order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are float32.
+Sizes are divided and multiplied by V, which divides them, so that the compiler knows how wide it may load.
 
     streamed    reduce -> filter -> apply      many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
@@ -126,10 +127,14 @@ def forward_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group = tl.program_id(0) % G
     channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -160,9 +165,13 @@ def forward_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks, chunks_per_split,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -212,10 +221,14 @@ def filter_kernel(
 def apply_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: y."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C

@@ -18,9 +18,6 @@ from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_launch import Shape, launch_for, power, processors_of, shape_of
 
-SHARES = 32
-"""Channels of a program that merges shares."""
-
 
 def forward(
     x: Tensor,
@@ -43,7 +40,7 @@ def forward(
     y = torch.empty_like(x)
     # One by one, because what an op returns may not share memory.
     moments = [torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(4)]
-    tile = {"BR": how.BR, "BC": how.BC, "CHANNELS_LAST": channels_last, "num_warps": 4}
+    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": channels_last, "num_warps": 4}
     last = {
         "WEIGHT": weight is not None,
         "BIAS": bias is not None,
@@ -66,9 +63,9 @@ def forward(
     tile["num_warps"] = 8 if channels_last else 4
     share = how.splits, how.chunks, how.per_split
     norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
-    norm.filter_kernel[G, triton.cdiv(C, SHARES)](
+    norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
         partial, count, prior_mean, prior_var, gain, *moments,
-        G, C, how.splits, *predicted, BS=power(how.splits), BC=SHARES, PRIOR=prior,
+        G, C, how.splits, *predicted, BS=power(how.splits), BC=how.merge_channels, PRIOR=prior,
     )  # fmt: skip
     norm.apply_kernel[grid](
         x, y, residual, weight, bias, *moments[:2], N, C, L, m, *share, *affine, eps, **last, **tile
@@ -88,11 +85,11 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
         x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split,
-        BR=how.BR, BC=how.BC, CHANNELS_LAST=channels_last, num_warps=8 if channels_last else 4,
+        BR=how.BR, BC=how.BC, V=shape.vector, CHANNELS_LAST=channels_last, num_warps=8 if channels_last else 4,
     )  # fmt: skip
-    norm.filter_kernel[G, triton.cdiv(C, SHARES)](
+    norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
         partial, count, None, None, None, mean, var, mean, var,
-        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=SHARES, PRIOR=False,
+        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=how.merge_channels, PRIOR=False,
     )  # fmt: skip
     return mean, var
 
@@ -127,7 +124,7 @@ def backward(
     to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
     to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
     rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
-    tile = {"BR": how.BR, "BC": how.BC, "CHANNELS_LAST": channels_last, "num_warps": 4}
+    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": channels_last, "num_warps": 4}
     last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu, "RESIDUAL": y is not None}
     settled = {
         "PRIOR": prior_mean is not None,
@@ -153,10 +150,10 @@ def backward(
             grad_y, x, y, partial, weight, bias, *moments[:2],
             N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
         )  # fmt: skip
-        gradient.backward_filter_kernel[G, triton.cdiv(C, SHARES)](
+        gradient.backward_filter_kernel[G, triton.cdiv(C, how.merge_channels)](
             partial, weight, prior_mean, prior_var, gain, *at, line,
             N, G, C, L, m, how.splits, weight_row, *predicted, eps,
-            BS=power(how.splits), BC=SHARES, WEIGHT=weight is not None, **settled,
+            BS=power(how.splits), BC=how.merge_channels, WEIGHT=weight is not None, **settled,
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
             grad_y, x, y, dx, d_residual, weight, bias, *moments[:3], line,

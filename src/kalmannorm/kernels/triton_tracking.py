@@ -1,7 +1,8 @@
 """The running statistics of a norm moved in one launch: `TrackedNorm._track`, which takes some 25 operations otherwise.
 
-Every program pools the groups of BC channels and finds where their averages would go. Whichever comes last, by a count
-of integers, knows whether all of these are finite, and moves every buffer, or counts a skipped batch and moves none.
+Every program pools the groups of BC channels and finds where their averages would go. Of several, whichever comes last,
+by a count of integers, knows whether all of these are finite, and moves every buffer, or counts a skipped batch and
+moves none.
 """
 
 from __future__ import annotations
@@ -23,36 +24,56 @@ BAD = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def pool(
-    mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
-    """One row (C,) of the groups (G, C), each weighted by its examples."""
-    in_c = channel < C
+def share_of(group, N, G, m):
+    """Which part of the examples the groups hold; 0 where there is none."""
+    return tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
+
+
+@triton.jit
+def load_groups(rows_ptr, group, G, C, channel):
+    at = group.to(tl.int64)[:, None] * C + channel[None, :]
+    return tl.load(rows_ptr + at, mask=(group < G)[:, None] & (channel < C)[None, :], other=0.0)
+
+
+@triton.jit
+def spread_of(mean, var, average, eps, KIND: tl.constexpr):
+    """What is averaged for the variance."""
+    if KIND == TOTAL:
+        away = mean - average[None, :]
+        var += away * away
+    if KIND == SIGMA:
+        var = tl.sqrt(var + eps)
+    return var
+
+
+@triton.jit
+def variance(spread, eps, KIND: tl.constexpr):
+    return spread * spread - eps if KIND == SIGMA else spread
+
+
+@triton.jit
+def pool_tile(mean, var, share, eps, KIND: tl.constexpr):
+    """One row (C,) of groups that lie in one tile, each weighted by its examples."""
+    average = tl.sum(mean * share[:, None], 0)
+    spread = tl.sum(spread_of(mean, var, average, eps, KIND) * share[:, None], 0)
+    return average, variance(spread, eps, KIND)
+
+
+@triton.jit
+def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
+    """The same of more groups than a tile holds."""
     means = tl.zeros([BG, BC], tl.float32)
     for start in range(0, G, BG):
         group = start + tl.arange(0, BG)
-        share = tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
-        at = group.to(tl.int64)[:, None] * C + channel[None, :]
-        mask = (group < G)[:, None] & in_c[None, :]
-        means += tl.load(mean_ptr + at, mask=mask, other=0.0) * share[:, None]
+        means += load_groups(mean_ptr, group, G, C, channel) * share_of(group, N, G, m)[:, None]
     average = tl.sum(means, 0)
     spreads = tl.zeros([BG, BC], tl.float32)
     for start in range(0, G, BG):
         group = start + tl.arange(0, BG)
-        share = tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
-        at = group.to(tl.int64)[:, None] * C + channel[None, :]
-        mask = (group < G)[:, None] & in_c[None, :]
-        spread = tl.load(var_ptr + at, mask=mask, other=0.0)
-        if KIND == TOTAL:
-            away = tl.where(mask, tl.load(mean_ptr + at, mask=mask, other=0.0) - average[None, :], 0.0)
-            spread += away * away
-        if KIND == SIGMA:
-            spread = tl.sqrt(spread + eps)
-        spreads += spread * share[:, None]
-    spread = tl.sum(spreads, 0)
-    if KIND == SIGMA:
-        spread = spread * spread - eps
-    return average, spread
+        mean = load_groups(mean_ptr, group, G, C, channel)
+        spread = spread_of(mean, load_groups(var_ptr, group, G, C, channel), average, eps, KIND)
+        spreads += spread * share_of(group, N, G, m)[:, None]
+    return average, variance(tl.sum(spreads, 0), eps, KIND)
 
 
 @triton.jit
@@ -90,52 +111,77 @@ def track_kernel(
     running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
     values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
     N, G, C, m, values, momentum, observation_momentum, eps,
-    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     in_c = channel < C
+    # All that can be loaded is asked for first: waiting is what takes the time here.
     seen = tl.load(values_ptr)
-    total = tl.where(seen > 0, seen, tl.load(batches_ptr) * values) + values
+    batches = tl.load(batches_ptr)
+    skipped = tl.load(skipped_ptr)
+    mean = tl.load(running_mean_ptr + channel, mask=in_c, other=0.0)
+    var = tl.load(running_var_ptr + channel, mask=in_c, other=0.0)
+    if OBSERVES:
+        observed_mean = tl.load(observed_mean_ptr + channel, mask=in_c, other=0.0)
+        observed_var = tl.load(observed_var_ptr + channel, mask=in_c, other=0.0)
+    if ONE_TILE:
+        group = tl.arange(0, BG)
+        share = share_of(group, N, G, m)
+        means = load_groups(mean_ptr, group, G, C, channel)
+        variances = load_groups(var_ptr, group, G, C, channel)
+        if OBSERVES:
+            seen_means = load_groups(seen_mean_ptr, group, G, C, channel)
+            seen_variances = load_groups(seen_var_ptr, group, G, C, channel)
+        new_mean, new_var = pool_tile(means, variances, share, eps, KIND)
+        if OBSERVES:
+            seen_mean, seen_var = pool_tile(seen_means, seen_variances, share, eps, TOTAL)
+    else:
+        new_mean, new_var = pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG, BC, KIND)
+        if OBSERVES:
+            seen_mean, seen_var = pool(seen_mean_ptr, seen_var_ptr, N, G, C, m, channel, eps, BG, BC, TOTAL)
+
+    total = tl.where(seen > 0, seen, batches * values) + values
     cumulative = (values * 1.0) / total.to(tl.float32)
     alpha = cumulative if CUMULATIVE else momentum
-
-    mean, var = pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG, BC, KIND)
-    mean, var = moved(
-        tl.load(running_mean_ptr + channel, mask=in_c, other=0.0),
-        tl.load(running_var_ptr + channel, mask=in_c, other=0.0),
-        mean, var, alpha, eps, KIND,
-    )  # fmt: skip
+    mean, var = moved(mean, var, new_mean, new_var, alpha, eps, KIND)
     bad = broken(mean, var, in_c)
-    tl.store(scratch_ptr + channel, mean, mask=in_c)
-    tl.store(scratch_ptr + C + channel, var, mask=in_c)
     if OBSERVES:
-        if not CUMULATIVE:
-            alpha = tl.maximum(cumulative, observation_momentum)
-        mean, var = pool(seen_mean_ptr, seen_var_ptr, N, G, C, m, channel, eps, BG, BC, TOTAL)
-        mean, var = moved(
-            tl.load(observed_mean_ptr + channel, mask=in_c, other=0.0),
-            tl.load(observed_var_ptr + channel, mask=in_c, other=0.0),
-            mean, var, alpha, eps, TOTAL,
-        )  # fmt: skip
-        bad = tl.maximum(bad, broken(mean, var, in_c))
-        tl.store(scratch_ptr + 2 * C + channel, mean, mask=in_c)
-        tl.store(scratch_ptr + 3 * C + channel, var, mask=in_c)
+        slow = cumulative if CUMULATIVE else tl.maximum(cumulative, observation_momentum)
+        observed_mean, observed_var = moved(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
+        bad = tl.maximum(bad, broken(observed_mean, observed_var, in_c))
 
-    tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
-    arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
-    if arrived % BAD == tl.num_programs(0):
-        tl.store(arrived_ptr, 0)
-        if arrived < BAD:
-            tl.store(values_ptr, total)
-            tl.store(batches_ptr, tl.load(batches_ptr) + 1)
-            for start in range(0, C, WIDE):
-                wide = start + tl.arange(0, WIDE)
-                copy_rows(scratch_ptr, running_mean_ptr, running_var_ptr, C, wide)
-                if OBSERVES:
-                    copy_rows(scratch_ptr + 2 * C, observed_mean_ptr, observed_var_ptr, C, wide)
-        else:
-            tl.store(skipped_ptr, tl.load(skipped_ptr) + 1)
+    tl.debug_barrier()
+    if ALONE:
+        good = in_c & (bad == 0)
+        tl.store(running_mean_ptr + channel, mean, mask=good)
+        tl.store(running_var_ptr + channel, var, mask=good)
+        if OBSERVES:
+            tl.store(observed_mean_ptr + channel, observed_mean, mask=good)
+            tl.store(observed_var_ptr + channel, observed_var, mask=good)
+        tl.store(values_ptr, tl.where(bad == 0, total, seen))
+        tl.store(batches_ptr, batches + 1 - bad)
+        tl.store(skipped_ptr, skipped + bad)
+    else:
+        tl.store(scratch_ptr + channel, mean, mask=in_c)
+        tl.store(scratch_ptr + C + channel, var, mask=in_c)
+        if OBSERVES:
+            tl.store(scratch_ptr + 2 * C + channel, observed_mean, mask=in_c)
+            tl.store(scratch_ptr + 3 * C + channel, observed_var, mask=in_c)
+        tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
+        arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
+        if arrived % BAD == tl.num_programs(0):
+            tl.store(arrived_ptr, 0)
+            if arrived < BAD:
+                tl.store(values_ptr, total)
+                tl.store(batches_ptr, batches + 1)
+                for start in range(0, C, WIDE):
+                    wide = start + tl.arange(0, WIDE)
+                    copy_rows(scratch_ptr, running_mean_ptr, running_var_ptr, C, wide)
+                    if OBSERVES:
+                        copy_rows(scratch_ptr + 2 * C, observed_mean_ptr, observed_var_ptr, C, wide)
+            else:
+                tl.store(skipped_ptr, skipped + 1)
 
 
 def track(
@@ -165,12 +211,14 @@ def track(
     if observation is not None and observed is not None:
         seen, buffers = (observation.mean.contiguous(), observation.var.contiguous()), (*running, *observed)
     BG = min(power(G), 64)
-    BC = min(max(2048 // BG, 16), power(C))
-    scratch = torch.empty((4, C), device=mean.device, dtype=torch.float32)
-    track_kernel[(triton.cdiv(C, BC),)](
+    BC = power(C) if BG * power(C) <= 4096 else max(2048 // BG, 16)
+    programs = triton.cdiv(C, BC)
+    scratch = None if programs == 1 else torch.empty((4, C), device=mean.device, dtype=torch.float32)
+    track_kernel[(programs,)](
         mean, var, *seen, *buffers, *counts, scratch, arrived,
         examples, G, C, min(size, examples), values, 0.0 if momentum is None else momentum, observation_momentum, eps,
-        BG=BG, BC=BC, WIDE=min(power(C), 1024),
+        BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
+        num_warps=8 if BG * BC > 2048 else 4,
         KIND=KINDS[kind].value, CUMULATIVE=momentum is None, OBSERVES=observed is not None,
     )  # fmt: skip
     torch.autograd.graph.increment_version([t for t in (*buffers, *counts) if t is not None])

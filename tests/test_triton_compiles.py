@@ -1,0 +1,89 @@
+"""Triton's compiler takes every kernel, for a GPU that need not be there; its interpreter lets more pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", minversion="3.3")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from kalmannorm import Moments  # noqa: E402
+from kalmannorm.kernels import triton_launch, triton_op, triton_tracking  # noqa: E402
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Launches compile and do nothing else; the assembly of each, by the name of its kernel."""
+    assembly: dict[str, str] = {}
+
+    def compile_only(self, *args, grid, warmup, num_warps=4, **kwargs):
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(self.params):
+            value, name = given[parameter.name], parameter.name
+            special = isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (special and value == 1):
+                signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (special and value % 16 == 0 and name not in constants):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": num_warps})
+        assembly[self.__name__] = kernel.asm["ptx"]
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return assembly
+
+
+CASES = {
+    "on chip, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), False),
+    "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
+    "on chip": ((6, 8, 14, 14), False, (256, 8, 0), True),
+    "streamed, one channel": ((6, 1, 5, 1), False, (4, 1, 3), False),
+}
+
+
+@pytest.mark.parametrize(("shape", "last", "launch", "residual"), CASES.values(), ids=CASES.keys())
+def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
+    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _: triton_launch.launch_of(shape, *launch))
+    C = shape[1]
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    filtered = torch.zeros(1, C), torch.ones(1, C), torch.tensor(0.5)
+    weight, bias = torch.ones(C), torch.zeros(C)
+    y, *moments = triton_op.forward(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True)
+    at = list(torch.zeros(4, 3, C)) if residual else [None] * 4
+    mask = (None, y) if residual else (bias, None)
+    triton_op.backward(x, at, x, *filtered, weight, mask[0], moments, mask[1], 2, 1e-5, True, 1)
+    streamed = {"reduce_kernel", "filter_kernel", "apply_kernel"}
+    expected = (
+        streamed | {f"backward_{name}" for name in streamed} if launch[2] else {"forward_kernel", "backward_kernel"}
+    )
+    assert compiled.keys() == expected | {"fold_kernel"}
+    if not launch[2]:  # 196 positions are no multiple of 16, but of 4
+        assert "ld.global.v" in compiled["forward_kernel"]
+
+
+@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
+@pytest.mark.parametrize("kind", ["total", "plain", "sigma"])
+def test_tracking(kind, groups, compiled):
+    C = 200
+    rows, buffers = Moments(*torch.ones(2, groups, C)), tuple(torch.ones(2, C))
+    counts = tuple(torch.zeros(3, dtype=torch.int64))
+    seen = (None, None) if kind == "sigma" else (rows, buffers)
+    triton_tracking.track(
+        rows, seen[0], buffers, seen[1], counts, torch.zeros((), dtype=torch.int32),
+        examples=2 * groups, size=2, values=18 * groups, momentum=None if kind == "plain" else 0.1,
+        observation_momentum=0.02, eps=1e-5, kind=kind,
+    )  # fmt: skip
+    alone = groups == 3
+    assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
