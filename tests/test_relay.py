@@ -34,7 +34,7 @@ def given(model, name):
     """What reaches a norm in each of its calls."""
     norm, found = model.get_submodule(name), []
     original = norm._forward
-    norm._forward = lambda x, previous: found.append(previous) or original(x, previous)
+    norm._forward = lambda x, previous, *rest: found.append(previous) or original(x, previous, *rest)
     return found
 
 
@@ -42,8 +42,8 @@ def delivered(model, name):
     norm, found = model.get_submodule(name), []
     original = norm._forward
 
-    def forward(x, previous):
-        y, posterior = original(x, previous)
+    def forward(x, previous, *rest):
+        y, posterior = original(x, previous, *rest)
         found.append(posterior)
         return y, posterior
 
@@ -92,9 +92,9 @@ def test_after_a_checkpointed_backward_nothing_is_kept():
     seen = []
     original = model.block2.bn1._forward
 
-    def forward(x, previous):
+    def forward(x, previous, *rest):
         seen.append(weakref.ref(x))
-        return original(x, previous)
+        return original(x, previous, *rest)
 
     model.block2.bn1._forward = forward
     model(image()).sum().backward()

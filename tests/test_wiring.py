@@ -317,7 +317,7 @@ def test_a_reused_norm_has_a_prior_in_every_call(transition):
     assert report["norm"].sources == ["first", "norm"]
     given = []
     original = model.norm._forward
-    model.norm._forward = lambda x, previous: given.append(previous) or original(x, previous)
+    model.norm._forward = lambda x, previous, *rest: given.append(previous) or original(x, previous, *rest)
     with torch.no_grad():
         model.first.bias.fill_(3.0)
     model(image())

@@ -44,6 +44,7 @@ class NormPlan:
     rank: int | None = None
     calls: list[CallPlan] = field(default_factory=list)
     fold: nn.Module | None = None  # the convolution or linear layer that it can be folded into
+    module: nn.Module | None = None
 
 
 @dataclass
@@ -65,7 +66,7 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     """
     traces, failed = _traces(model, example_input, norms)
     program, norm_steps = Program(), dict[int, int]()
-    plans = {name: NormPlan(name, _channels(module)) for name, (module, _) in norms.items()}
+    plans = {name: NormPlan(name, _channels(module), module=module) for name, (module, _) in norms.items()}
     identities = _identities(traces)
     firsts = {here[0] for here in identities if here}
     firsts -= {identity for here in identities for identity in here[1:]}

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context
 from kalmannorm.graph.segment import Segment, recompute_id, segments
-from kalmannorm.moments import Moments
+from kalmannorm.graph.together import Prior, Results, Together
+from kalmannorm.moments import Moments, closed
 
 Memo = dict[int | None, dict[int, Any]]
 """Results of the program's steps, for each device."""
@@ -52,6 +53,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.whole = False
+        self.part: nn.Module | None = None  # what runs: the model, or a part of it that was called by itself
         self.home: Any = None  # the segment that the forward began in
         self.memo: Memo | None = None
         self.traced: Memo | None = None  # the same while compiling, where it may not outlast the graph
@@ -80,15 +82,17 @@ class Relay:
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
         self.state = _State()
+        self.together: dict[nn.Module | None, Together] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "state"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("state", "together")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.state = _State()
+        self.together = {}
 
-    def enter(self, whole: bool) -> None:
+    def enter(self, whole: bool, part: nn.Module) -> None:
         """A forward begins: of the whole model, or of a part that was called by itself."""
         state = self.state
         running = segments()
@@ -99,7 +103,7 @@ class Relay:
         if not whole and state.depth == 0 and running:
             return  # a part, checkpointed or recomputed by itself: the segment's scope serves
         if state.depth == 0:
-            state.memo, state.whole = {}, whole
+            state.memo, state.whole, state.part = {}, whole, part
             state.home = running[0].key if running else None
         state.depth += 1
 
@@ -109,7 +113,7 @@ class Relay:
         if whole:
             self._clear(state)
         if state.depth == 0:
-            state.memo, state.home, state.whole = None, None, False
+            state.memo, state.home, state.whole, state.part = None, None, False, None
             state.inner.clear()
 
     @staticmethod
@@ -198,11 +202,22 @@ class Relay:
                 return None
             arrived[source] = posterior
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        memo = self._memo(scopes, bool(sources), x)
-        previous = self.program.evaluate(target, Context(x.device, dtype, arrived), memo)
+        memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived)
+        gain = None
+        if isinstance(memo, Results):
+            self._bundles().fill(call, target, context, memo)
+            gain = memo.gains.get(call)
+        previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)
-        return previous
+        return previous if gain is None else Prior.of(previous, gain)
+
+    def _bundles(self) -> Together:
+        """Of what runs: all that the model asks for, or what the norms of a part do."""
+        part = self.state.part
+        if part not in self.together:
+            self.together[part] = Together.of(self.plan, None if self.state.whole else part)
+        return self.together[part]
 
     def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
         if torch.compiler.is_compiling():
@@ -216,7 +231,8 @@ class Relay:
             return {}
         index = x.device.index  # a model may lie on several devices
         if index not in memo:
-            memo[index] = {}
+            together = memo is self.state.memo and not learned and closed.applicable()
+            memo[index] = Results() if together else {}
         return memo[index]
 
     def _arrived(self, source: int, running: list[Segment], scopes: list[Scope]) -> Moments | None:
@@ -317,7 +333,7 @@ class Begin:
     whole: bool
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.relay.enter(self.whole)
+        self.relay.enter(self.whole, module)
 
 
 @dataclass

@@ -51,8 +51,10 @@ from kalmannorm.moments.core import Moments
 Coefficient = float | Tensor
 Quadratic = tuple[Coefficient, Coefficient, Coefficient]
 """c0 + c1 x + c2 x²."""
+Shape = tuple[tuple[float, ...], tuple[closed.Numbers, ...]]
+"""Knots, and the pieces between them."""
 
-_REACH = 8  # deviations either side of the mean that the quadrature covers
+DENSITY = 8  # nodes per deviation
 _KINK_DENSITY = 32  # nodes per deviation for functions that are not analytic
 
 
@@ -172,7 +174,7 @@ def _spelt_out(shape: closed.Piecewise | None, mean: Tensor, var: Tensor) -> tup
     return (_relu(m) if shape is None else _piecewise(m, shape.knots, shape.pieces))[:2]
 
 
-def through(m: Moments, function: Callable[[Tensor], Tensor], density: int = 8) -> Moments:
+def through(m: Moments, function: Callable[[Tensor], Tensor], density: int = DENSITY) -> Moments:
     """Through any elementwise function, by quadrature; it is called once, on a (nodes, G, C) tensor.
 
     The trapezoidal rule with `density` nodes per deviation, over 8 deviations either side. The default is for analytic
@@ -182,15 +184,32 @@ def through(m: Moments, function: Callable[[Tensor], Tensor], density: int = 8) 
     if density < 1:
         raise ValueError(f"through: `density` must be at least 1 node per deviation, got {density}")
     _, deviation = _deviation(m.var)
-    steps = _REACH * density
-    nodes = torch.arange(-steps, steps + 1, dtype=m.mean.dtype, device=m.mean.device) / density
-    weights = torch.exp(-0.5 * nodes * nodes)
-    weights = (weights / weights.sum()).view(-1, 1, 1)
-    values = function(m.mean + deviation * nodes.view(-1, 1, 1))
-    middle = values[steps]  # f(mean): offsets from it keep their digits where |mean| >> sd
+    nodes, weights = closed.nodes_and_weights(density, m.mean)
+    values = function(m.mean + deviation * nodes)
+    middle = values[closed.REACH * density]  # f(mean): offsets from it keep their digits where |mean| >> sd
     offsets = values - middle
     shift = (weights * offsets).sum(0)
     return Moments(middle + shift, (weights * (offsets - shift).square()).sum(0))
+
+
+def _clipped(low: float, high: float) -> Shape:
+    return (float(low), float(high)), (_constant(low), _LINE, _constant(high))
+
+
+def _constant(value: float) -> closed.Numbers:
+    return float(value), 0.0, 0.0
+
+
+_LINE: closed.Numbers = (0.0, 1.0, 0.0)
+SHAPES: Mapping[str, Callable[..., Shape]] = {
+    "relu": lambda: ((0.0,), (_constant(0), _LINE)),
+    "leaky_relu": lambda negative_slope=0.01: ((0.0,), ((0.0, float(negative_slope), 0.0), _LINE)),
+    "relu6": lambda: _clipped(0, 6),
+    "hardtanh": lambda min_val=-1.0, max_val=1.0: _clipped(min_val, max_val),
+    "hardsigmoid": lambda: ((-3.0, 3.0), (_constant(0), (0.5, 1 / 6, 0.0), _constant(1))),
+    "hardswish": lambda: ((-3.0, 3.0), (_constant(0), (0.0, 0.5, 1 / 6), _LINE)),
+}
+"""Knots and pieces of the piecewise ones, by name and options."""
 
 
 def identity(m: Moments) -> Moments:
@@ -222,7 +241,7 @@ def _relu(m: Moments) -> Moments:
 
 def leaky_relu(m: Moments, negative_slope: float = 0.01) -> Moments:
     """x above 0, `negative_slope` x below."""
-    return piecewise(m, (0.0,), ((0.0, negative_slope, 0.0), (0.0, 1.0, 0.0)))
+    return piecewise(m, *SHAPES["leaky_relu"](negative_slope))
 
 
 def prelu(m: Moments, weight: Tensor) -> Moments:
@@ -239,23 +258,22 @@ def hardtanh(m: Moments, min_val: float = -1.0, max_val: float = 1.0) -> Moments
     """x kept within [min_val, max_val]."""
     if not min_val < max_val:
         raise ValueError(f"hardtanh: `min_val` must be below `max_val`, got {min_val} and {max_val}")
-    low, high = float(min_val), float(max_val)
-    return piecewise(m, (low, high), ((low, 0.0, 0.0), (0.0, 1.0, 0.0), (high, 0.0, 0.0)))
+    return piecewise(m, *SHAPES["hardtanh"](min_val, max_val))
 
 
 def relu6(m: Moments) -> Moments:
     """x kept within [0, 6]."""
-    return hardtanh(m, 0.0, 6.0)
+    return piecewise(m, *SHAPES["relu6"]())
 
 
 def hardsigmoid(m: Moments) -> Moments:
     """x/6 + 1/2 kept within [0, 1]."""
-    return piecewise(m, (-3.0, 3.0), ((0.0, 0.0, 0.0), (0.5, 1 / 6, 0.0), (1.0, 0.0, 0.0)))
+    return piecewise(m, *SHAPES["hardsigmoid"]())
 
 
 def hardswish(m: Moments) -> Moments:
     """x hardsigmoid(x)."""
-    return piecewise(m, (-3.0, 3.0), ((0.0, 0.0, 0.0), (0.0, 0.5, 1 / 6), (0.0, 1.0, 0.0)))
+    return piecewise(m, *SHAPES["hardswish"]())
 
 
 def gelu(m: Moments, approximate: str = "none") -> Moments:

@@ -35,9 +35,9 @@ variance gets no gradient, and everything stays finite."""
 Numbers = tuple[float, float, float]
 
 
-def applicable(mean: Tensor, var: Tensor) -> bool:
+def applicable(*moments: Tensor) -> bool:
     """Whether a closed form may stand for the operations it replaces."""
-    if torch.compiler.is_compiling() or mean.shape != var.shape:
+    if torch.compiler.is_compiling() or any(tensor.shape != moments[0].shape for tensor in moments):
         return False
     level: int = forward_ad._current_level
     return level < 0 and not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
@@ -46,6 +46,8 @@ def applicable(mean: Tensor, var: Tensor) -> bool:
 def again(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], at: Sequence[Tensor | None]) -> list[Any]:
     """Gradients by autograd through the formulas spelt out, for a gradient that will be differentiated itself."""
     with torch.enable_grad():
+        # As views: one input may have been made of another, which is nothing to the derivative by each.
+        inputs = [each.view_as(each) if isinstance(each, Tensor) else each for each in inputs]
         results = function(*inputs)
     pairs = [(result, grad) for result, grad in zip(results, at, strict=True) if grad is not None]
     asked = [i for i, each in enumerate(inputs) if isinstance(each, Tensor) and each.requires_grad]
@@ -171,3 +173,34 @@ def jacobian_gradient(kept: Sequence[Tensor], at_mean: Tensor, at_var: Tensor) -
     """From the four derivatives: of the mean by mean and variance, of the variance by both."""
     mean_mean, mean_var, var_mean, var_var = kept
     return at_mean * mean_mean + at_var * var_mean, at_mean * mean_var + at_var * var_var
+
+
+REACH = 8
+"""Deviations either side of the mean that the quadrature covers."""
+
+
+def nodes_and_weights(density: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the trapezoidal rule under a normal density; each (nodes, 1, 1)."""
+    steps = REACH * density
+    nodes = torch.arange(-steps, steps + 1, dtype=like.dtype, device=like.device) / density
+    weights = torch.exp(-0.5 * nodes * nodes)
+    return nodes.view(-1, 1, 1), (weights / weights.sum()).view(-1, 1, 1)
+
+
+def quadrature(
+    mean: Tensor, var: Tensor, function: Callable[[Tensor], tuple[Tensor, Tensor]], density: int
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """As `activations.through`, with the derivatives, for a function that gives its values and its slopes."""
+    varies = var >= FLOOR
+    deviation = var.clamp(min=FLOOR).sqrt()
+    nodes, weights = nodes_and_weights(density, mean)
+    values, slopes = function(mean + deviation * nodes)
+    middle = values[REACH * density]  # f(mean): offsets from it keep their digits where |mean| >> sd
+    offsets = values - middle
+    shift = (weights * offsets).sum(0)
+    away = offsets - shift
+    slopes = weights * slopes
+    across = 0.5 * nodes * slopes
+    scale = varies / deviation
+    kept = (slopes.sum(0), across.sum(0) * scale, 2 * (away * slopes).sum(0), 2 * (away * across).sum(0) * scale)
+    return middle + shift, (weights * away.square()).sum(0), kept

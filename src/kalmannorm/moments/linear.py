@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kalmannorm.moments import closed
 from kalmannorm.moments.core import Moments, full_precision
-from kalmannorm.moments.windows import Size, axes_of, windows
+from kalmannorm.moments.windows import Axis, Size, axes_of, windows
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -50,12 +50,12 @@ def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
         )
     weight = weight.to(m.mean.dtype)
     with full_precision(m.mean.device):
-        mean, var = _convolved(m, weight.unsqueeze(0), windows((), m.mean.dtype, m.mean.device))
+        mean, var, _ = through_layer(m, weight.unsqueeze(0), windows((), m.mean.dtype, m.mean.device))
     return Moments(_add_bias("linear", mean, bias), var)
 
 
-def _grouped(m: Moments, weight: Tensor, groups: int, transposed: bool) -> Tensor:
-    """The weight as (groups, outputs of a group, inputs of a group, *taps), checked against the moments."""
+def group_weight(channels: int, weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """The weight as (groups, outputs of a group, inputs of a group, *taps), checked against the moments' channels."""
     if weight.dim() not in (3, 4, 5):
         raise ValueError(
             f"convolution: `weight` must have 1, 2 or 3 spatial dimensions after its two channel dimensions, "
@@ -64,14 +64,14 @@ def _grouped(m: Moments, weight: Tensor, groups: int, transposed: bool) -> Tenso
     rows, columns, *taps = weight.shape
     if groups < 1 or rows % groups:
         raise ValueError(f"convolution: `groups` must divide the first size of `weight`, {rows}, got {groups}")
-    channels = rows if transposed else columns * groups
-    if channels != m.mean.shape[-1]:
+    inputs = rows if transposed else columns * groups
+    if inputs != channels:
         order = "(inputs, outputs / groups, *kernel)" if transposed else "(outputs, inputs / groups, *kernel)"
         raise ValueError(
             f"convolution: `weight` of shape {tuple(weight.shape)}, read as {order} with groups={groups}, takes "
-            f"{channels} channels, but the moments have {m.mean.shape[-1]}"
+            f"{inputs} channels, but the moments have {channels}"
         )
-    weight = weight.to(m.mean.dtype).reshape(groups, rows // groups, columns, *taps)
+    weight = weight.reshape(groups, rows // groups, columns, *taps)
     return weight.transpose(1, 2) if transposed else weight
 
 
@@ -95,7 +95,7 @@ def _at_each_kind(values: Tensor, weight: Tensor, inside: Sequence[Tensor]) -> T
     return seen.flatten(2)
 
 
-def _spelt_out(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def convolved(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean, variance, and where there is a border how far from the mean each kind of position lies (R, K, kinds)."""
     *inside, of_kinds, of_taps = windows
     spread = _contract(var, weight.square(), of_taps)
@@ -107,7 +107,7 @@ def _spelt_out(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> t
     return result, spread + (share * away.square()).sum(2), away
 
 
-def _gradient(
+def convolved_gradient(
     at: Sequence[Tensor],
     given: Sequence[Tensor],
     away: Tensor | None,
@@ -165,7 +165,7 @@ def _gradient(
 class _Convolved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor]:
-        result, spread, away = _spelt_out(mean, var, weight, *windows)
+        result, spread, away = convolved(mean, var, weight, *windows)
         ctx.save_for_backward(mean, var, weight, *windows, away)
         return result, spread
 
@@ -175,15 +175,45 @@ class _Convolved(torch.autograd.Function):
         at, rest = (at_mean, at_var), [None] * (len(given) - 3)
         with full_precision(at_mean.device):
             if torch.is_grad_enabled():
-                return *closed.again(lambda *given: _spelt_out(*given)[:2], given, at)[:3], *rest
-            return *_gradient(at, given[:3], away, given[3:], ctx.needs_input_grad), *rest
+                return *closed.again(lambda *given: convolved(*given)[:2], given, at)[:3], *rest
+            return *convolved_gradient(at, given[:3], away, given[3:], ctx.needs_input_grad), *rest
 
 
-def _convolved(m: Moments, weight: Tensor, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    if closed.applicable(m.mean, m.var):
-        mean, var = _Convolved.apply(m.mean, m.var, weight, *windows)  # type: ignore[no-untyped-call]
-        return mean, var
-    return _spelt_out(m.mean, m.var, weight, *windows)[:2]
+def through_layer(m: Moments, weight: Tensor, windows: Sequence[Tensor]) -> Moments:
+    """(R, C) to (R, K), by a weight (groups, K / groups, C / groups, *taps)."""
+    apply = _Convolved.apply if closed.applicable(m.mean, m.var) else convolved
+    mean, var, *_ = apply(m.mean, m.var, weight, *windows)
+    return Moments(mean, var)
+
+
+def geometry(
+    kernel_size: tuple[int, ...],
+    *,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    padding_mode: str = "zeros",
+    input_size: Size | None = None,
+    transposed: bool = False,
+    output_padding: Size = 0,
+) -> tuple[Axis, ...]:
+    """The axes of a convolution with these options, checked."""
+    if padding_mode not in _PADDING_MODES:
+        raise ValueError(f"convolution: `padding_mode` must be one of {_PADDING_MODES}, got {padding_mode!r}")
+    if transposed and padding_mode != "zeros":
+        raise ValueError(f"convolution: a transposed convolution has `padding_mode` 'zeros' only, got {padding_mode!r}")
+    axes = axes_of(
+        kernel_size,
+        input_size,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        transposed=transposed,
+        output_padding=output_padding,
+    )
+    if padding_mode != "zeros":
+        axes = tuple(axis._replace(size=None) for axis in axes)
+    return axes
 
 
 def convolution(
@@ -207,22 +237,17 @@ def convolution(
     tap is inside, and a transposed convolution is left with the pattern of its stride, which needs no size. The same
     holds for a `padding_mode` other than "zeros", which fills the border with values like the others.
     """
-    if padding_mode not in _PADDING_MODES:
-        raise ValueError(f"convolution: `padding_mode` must be one of {_PADDING_MODES}, got {padding_mode!r}")
-    if transposed and padding_mode != "zeros":
-        raise ValueError(f"convolution: a transposed convolution has `padding_mode` 'zeros' only, got {padding_mode!r}")
-    grouped = _grouped(m, weight, groups, transposed)
-    axes = axes_of(
+    grouped = group_weight(m.mean.shape[-1], weight, groups, transposed).to(m.mean.dtype)
+    axes = geometry(
         tuple(weight.shape[2:]),
-        input_size,
         stride=stride,
         padding=padding,
         dilation=dilation,
+        padding_mode=padding_mode,
+        input_size=input_size,
         transposed=transposed,
         output_padding=output_padding,
     )
-    if padding_mode != "zeros":
-        axes = tuple(axis._replace(size=None) for axis in axes)
     with full_precision(m.mean.device):
-        mean, var = _convolved(m, grouped, windows(axes, m.mean.dtype, m.mean.device))
+        mean, var, _ = through_layer(m, grouped, windows(axes, m.mean.dtype, m.mean.device))
     return Moments(_add_bias("convolution", mean, bias), var)

@@ -1,0 +1,241 @@
+"""The priors of a forward computed together: bundles run when a norm first asks for one of their results.
+
+Parameters are read from their owners at that moment, as the steps of a program do. Where a bundle does not apply (a
+parameter that is missing, on another device, of another shape, or sharded and not there), nothing is computed here, and
+every step is evaluated by itself. So it is under `torch.func`, in forward mode and in traces.
+
+Without gradients what a bundle gave is kept while its parameters stay the same, as far as their version counters and,
+because `p.data` passes those by, one value of each can tell. On a GPU looking would cost more than computing it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm.graph.bundling import Call, Part, parts_of
+from kalmannorm.graph.plan import Plan
+from kalmannorm.graph.program import Context, Program
+from kalmannorm.kernels import bundle_aten
+from kalmannorm.kernels.bundle import Bundle
+from kalmannorm.kernels.bundle_aten import Values
+from kalmannorm.kernels.dispatch import fused, on_device_of
+from kalmannorm.moments import Moments, closed
+from kalmannorm.moments.core import full_precision
+
+
+class Results(dict[int, Any]):
+    """Results of steps, by number; beside them the gains, by call, and which bundles were looked at in this forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains: dict[int, Tensor] = {}
+        self.checked = False
+        self.tried: set[int] = set()
+
+
+class Prior(Moments):
+    """A prior that comes with the gain it is fused with."""
+
+    gain: Tensor
+
+    @classmethod
+    def of(cls, moments: Moments, gain: Tensor) -> Prior:
+        prior = cls(*moments)
+        prior.gain = gain
+        return prior
+
+
+class _Cached(NamedTuple):
+    tensors: list[Tensor]
+    versions: list[tuple[int, int]]
+    probe: Tensor
+    outputs: list[Tensor]
+
+
+class Together:
+    """The bundles of one model, or of a part of it that is called by itself."""
+
+    def __init__(self, program: Program, calls: Sequence[Call]) -> None:
+        self.program, self.calls = program, calls
+        self.parts: list[Part] = []
+        self.of_step: dict[int, int] = {}
+        self.of_call: dict[int, int] = {}
+        self.cached: dict[int, _Cached] = {}
+        self.built = False
+        self.lock = threading.Lock()
+
+    @classmethod
+    def of(cls, plan: Plan, part: nn.Module | None) -> Together:
+        """For all norms of a plan, or for those in a part of the model."""
+        inside = None if part is None else {id(module) for module in part.modules()}
+        calls = [
+            Call(call.identity, call.target, norm.module)
+            for norm in plan.norms.values()
+            for call in norm.calls
+            if call.target is not None and norm.module is not None and (inside is None or id(norm.module) in inside)
+        ]
+        return cls(plan.program, sorted(calls, key=lambda call: call.identity))
+
+    def fill(self, call: int, target: int, context: Context, results: Results) -> None:
+        """Compute what this call asks for, and all that goes with it, if it can be."""
+        device = context.device
+        if device.type == "meta" or not self.calls:
+            return
+        if not results.checked:
+            with self.lock:
+                if not self.built or self._outdated():
+                    self._build(context)
+            results.checked = True
+        number = self.of_call.get(call, self.of_step.get(target))
+        if number is not None and number not in results.tried:
+            self._fill(number, context, results)
+
+    def _outdated(self) -> bool:
+        steps = self.program.steps
+        return any(steps[i] is not step for part in self.parts for i, step in part.watched)
+
+    def _build(self, context: Context) -> None:
+        def measure(step: int) -> int:
+            with torch.no_grad():
+                return self.program.evaluate(step, context, {}).mean.shape[1]
+
+        try:
+            with torch.inference_mode(False):
+                self.parts = parts_of(self.program, self.calls, measure)
+        except Exception:  # whatever it is, it may be of a norm that never runs, and is told where one does
+            self.parts = []
+        self.of_step = {step: number for number, part in enumerate(self.parts) for step in part.steps}
+        self.of_call = {call: number for number, part in enumerate(self.parts) for call in part.calls}
+        self.cached, self.built = {}, True
+
+    def _fill(self, number: int, context: Context, results: Results) -> None:
+        results.tried.add(number)
+        part = self.parts[number]
+        for step in part.given:
+            earlier = self.of_step.get(step)
+            if earlier is not None and earlier not in results.tried:
+                self._fill(earlier, context, results)
+            try:
+                self.program.evaluate(step, context, results)
+            except Exception:  # as in `_build`
+                return
+        tensors = _tensors(part, context, results)
+        if tensors is None:
+            return
+        outputs = self._outputs(number, tensors, context)
+        count = len(part.steps)
+        for step, mean, var in zip(part.steps, outputs[:count], outputs[count : 2 * count], strict=True):
+            results[step] = Moments(mean, var)
+        results.gains.update(zip(part.calls, outputs[2 * count :], strict=True))
+
+    def _outputs(self, number: int, tensors: list[Tensor], context: Context) -> Sequence[Tensor]:
+        bundle = self.parts[number].bundle
+        run = _runner(bundle, context, tensors)
+        with full_precision(context.device), on_device_of(tensors[0]):
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                made: tuple[Tensor, ...] = _Bundled.apply(bundle, run, context.dtype, *tensors)  # type: ignore[no-untyped-call]
+                return made
+            keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
+            known = self.cached.get(number) if keep else None
+            if known is not None and _same(known, tensors):
+                return known.outputs
+            with torch.inference_mode(False), torch.no_grad():
+                values = run.forward(bundle, tensors, context.dtype, context.device, False)
+                outputs = _split(bundle, run.results(bundle, values), values.gains, tensors)
+                if keep:
+                    versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+                    self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
+        return outputs
+
+
+def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:
+    """The tensors of a bundle as they are now; None where they are not what it was made for."""
+    found: list[Tensor] = []
+    for source in part.sources:
+        owner = source.owner
+        tensor: Any = results[source.step][source.part] if owner is None else getattr(owner, source.name, None)
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != source.shape:
+            return None
+        if tensor.device != context.device or not tensor.dtype.is_floating_point:
+            return None
+        if tensor.data_ptr() == 0:
+            return None
+        found.append(tensor)
+    return found
+
+
+def _same(known: _Cached, tensors: list[Tensor]) -> bool:
+    if any(a is not b for a, b in zip(known.tensors, tensors, strict=True)):
+        return False
+    if any((t._version, t.data_ptr()) != seen for t, seen in zip(tensors, known.versions, strict=True)):
+        return False
+    return torch.equal(_probe(tensors), known.probe)
+
+
+def _probe(tensors: list[Tensor]) -> Tensor:
+    """One value of each, from the middle of where it lies in memory."""
+    middles = [t.detach().as_strided((1,), (1,), t.storage_offset() + t.numel() // 2) for t in tensors]
+    return torch.cat([middle.double() for middle in middles])
+
+
+def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
+    """The module that computes it: Triton's kernels where they apply, PyTorch's own operations elsewhere."""
+    if context.device.type == "cuda" and context.dtype == torch.float32 and fused(context.device.index) is not None:
+        from kalmannorm.kernels import triton_bundle
+
+        if triton_bundle.applies(bundle, tensors):
+            return triton_bundle
+    return bundle_aten
+
+
+def _split(
+    bundle: Bundle, results: Sequence[tuple[Tensor, Tensor]], gains: Tensor | None, tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Means, variances, then gains."""
+    means, variances = [mean for mean, _ in results], [var for _, var in results]
+    if gains is None:
+        return means + variances
+    shapes = [tensors[place].shape for place in bundle.gains]
+    parts = torch.split(gains, [shape.numel() for shape in shapes])
+    return [*means, *variances, *(part.view(shape) for part, shape in zip(parts, shapes, strict=True))]
+
+
+class _Bundled(torch.autograd.Function):
+    """Gradients that did not arrive are None, and what they alone would have reached gets none either."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, run: ModuleType, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        values: Values = run.forward(bundle, tensors, dtype, tensors[0].device, True)
+        ctx.bundle, ctx.run, ctx.dtype = bundle, run, dtype
+        ctx.sizes = [len(left) for left in values.left]
+        left = [tensor for each in values.left for tensor in each]
+        ctx.save_for_backward(*tensors, values.entries, *left)
+        return tuple(_split(bundle, run.results(bundle, values), values.gains, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
+        bundle, saved = ctx.bundle, ctx.saved_tensors
+        count, given = len(bundle.results), len(bundle.masks)
+        tensors, entries, rest = saved[:given], saved[given], iter(saved[given + 1 :])
+        nothing = [None] * 3
+        with full_precision(entries.device), on_device_of(entries):
+            if torch.is_grad_enabled():
+                spelt_out: Callable[..., list[Tensor]] = lambda *tensors: bundle_aten.spelt_out(  # noqa: E731
+                    bundle, tensors, ctx.dtype, entries.device
+                )
+                return *nothing, *closed.again(spelt_out, tensors, at)
+            left = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
+            arrived = sum(1 << bit for bit in range(count) if at[bit] is not None or at[count + bit] is not None)
+            arrived |= sum(1 << (count + bit) for bit, grad in enumerate(at[2 * count :]) if grad is not None)
+            needed = zip(ctx.needs_input_grad[3:], bundle.masks, strict=True)
+            asked = [wanted and bool(mask & arrived) for wanted, mask in needed]
+            pairs = list(zip(at[:count], at[count : 2 * count], strict=True))
+            values = Values(entries, None, left)
+            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, at[2 * count :], asked)

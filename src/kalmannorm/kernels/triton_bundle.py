@@ -1,0 +1,230 @@
+"""Bundles on Triton's kernels, with the arguments and results of `bundle_aten.py`; float32, on CUDA devices.
+
+Launches, however many layers there are: forward a concatenation, the leaves, for each stage a tape and one launch for
+each kind of tile, and the results. Backward three concatenations of what arrives, for each stage two launches for each
+kind of tile and a tape, and the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm.filter import GAIN_MARGIN
+from kalmannorm.kernels import triton_layers as layers
+from kalmannorm.kernels import triton_moments as moments
+from kalmannorm.kernels.bundle import Bundle
+from kalmannorm.kernels.bundle_aten import Tensors, Values
+from kalmannorm.kernels.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
+from kalmannorm.moments.activations import DENSITY
+from kalmannorm.moments.closed import nodes_and_weights
+
+BLOCK = 128
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KEPT = 4
+"""Sets of weights whose tables are kept, the last ones used."""
+
+
+def applies(bundle: Bundle, tensors: Tensors) -> bool:
+    """Whether the weights are such that the kernels can read them."""
+    of_layers = [layer for stage in bundle.stages for layer in stage.layers]
+    read = [tensors[layer.weight] for layer in of_layers]
+    read += [tensors[layer.bias] for layer in of_layers if layer.bias is not None]
+    same = all(tensor.dtype == read[0].dtype and lies_together(tensor) for tensor in read)
+    return same and all(tensor.dtype in TYPES for tensor in tensors)
+
+
+def _tables(bundle: Bundle, device: torch.device) -> Tables:
+    if ("triton", device) not in bundle.tables:
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            bundle.tables["triton", device] = tables_of(bundle, device)
+    tables: Tables = bundle.tables["triton", device]
+    return tables
+
+
+def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
+    """The table of layers, written again where a weight lies elsewhere than the last times."""
+    places = [(tensors[layer.weight], wanted[layer.weight]) for layer in tables.layers]
+    biases = tuple(tensors[layer.bias].data_ptr() for layer in tables.layers if layer.bias is not None)
+    key = tuple((t.data_ptr(), t.stride(), want) for t, want in places), biases
+    bound = tables.bound.get(key)
+    if bound is None:
+        with torch.inference_mode(False):
+            bound = bind(bundle, tables, tensors, wanted)
+        for other in [other for other, old in tables.bound.items() if not old.captured][: 1 - KEPT]:
+            tables.bound.pop(other, None)
+        tables.bound[key] = bound
+    if bound.table.is_cuda and torch.cuda.is_current_stream_capturing():
+        bound.captured = True  # the graph will read this table for as long as it lives
+    return bound
+
+
+def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> Tensor:
+    """Zeros or ones that are made once: a captured graph goes on reading them."""
+    key = value, device
+    if key not in bundle.tables:
+        with torch.inference_mode(False):
+            bundle.tables[key] = torch.full((max(bundle.entries, size),), value, device=device)
+    constant: Tensor = bundle.tables[key]
+    return constant[:size]
+
+
+def _weights(bundle: Bundle, device: torch.device) -> Tensor:
+    if ("nodes", device) not in bundle.tables:
+        with torch.inference_mode(False):
+            bundle.tables["nodes", device] = nodes_and_weights(DENSITY, torch.zeros(()))[1].flatten().to(device)
+    weights: Tensor = bundle.tables["nodes", device]
+    return weights
+
+
+def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
+    """All small tensors, one after the other: β and given means, γ and given variances, logits of gains."""
+
+    def part(place: int | None, size: int, missing: float) -> Tensor:
+        return _constant(bundle, missing, size, device) if place is None else tensors[place].reshape(-1)
+
+    means = [part(each.bias, each.size, 0.0) for each in bundle.beliefs]
+    spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
+    means += [tensors[each.mean].reshape(-1) for each in bundle.given]
+    spreads += [tensors[each.var].reshape(-1) for each in bundle.given]
+    return torch.cat([*means, *spreads, *(tensors[place].reshape(-1) for place in bundle.gains)])
+
+
+def _leaf_sizes(bundle: Bundle, tensors: Tensors) -> tuple[int, int, int]:
+    return (
+        bundle.leaves,
+        sum(each.size for each in bundle.beliefs),
+        sum(tensors[place].numel() for place in bundle.gains),
+    )
+
+
+def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
+    tables = _tables(bundle, device)
+    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
+    type_of = _type(tables, tensors)
+    flat, sizes = _flat(bundle, tensors, device), _leaf_sizes(bundle, tensors)
+    E = bundle.entries
+    entries = torch.empty((2, E), device=device, dtype=torch.float32)
+    gains = torch.empty(sizes[2], device=device, dtype=torch.float32)
+    sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+    grid = (triton.cdiv(max(sizes[0], sizes[2]), BLOCK),)
+    moments.leaves_kernel[grid](flat, entries, gains, E, *sizes, GAIN_MARGIN, BLOCK=BLOCK)
+    for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
+        for tape in tapes:
+            moments.tape_kernel[(tape.depths.numel(),)](
+                entries, E, *tape.instructions, tape.offsets, tape.depths, tables.numbers, _weights(bundle, device),
+                **_options(tape),
+            )  # fmt: skip
+        for tile, grouped, work in stage.forward:
+            layers.layers_kernel[(work.shape[0],)](
+                entries, sums, bound.table, work, tables.index, tables.geometry, E,
+                **tile._asdict(), TYPE=type_of, GROUPED=grouped,
+            )  # fmt: skip
+    return Values(entries, gains if bundle.gains else None, [(sums, flat)])
+
+
+def _options(tape: Tape) -> dict[str, Any]:
+    return {
+        "LANES": LANES,
+        "HAS_PIECEWISE": tape.piecewise,
+        "HAS_SMOOTH": tape.smooth,
+        "NODES": 16 * DENSITY + 1,
+        "DENSITY": DENSITY,
+        "num_warps": 2,
+    }
+
+
+def _type(tables: Tables, tensors: Tensors) -> Any:
+    return TYPES[tensors[tables.layers[0].weight].dtype] if tables.layers else tl.float32
+
+
+def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
+    """Means and variances, each (1, C)."""
+    tables = _tables(bundle, values.entries.device)
+    sizes = [result.numel() for result in bundle.results]
+    parts = torch.split(values.entries.index_select(1, tables.results), sizes, 1)
+    return [(part[:1], part[1:]) for part in parts]
+
+
+def backward(
+    bundle: Bundle,
+    tensors: Tensors,
+    values: Values,
+    at: Sequence[tuple[Tensor | None, Tensor | None]],
+    at_gains: Sequence[Tensor | None],
+    asked: Sequence[bool],
+) -> list[Tensor | None]:
+    entries, ((sums, flat),) = values.entries, values.left
+    assert sums is not None and flat is not None
+    device, E = entries.device, bundle.entries
+    tables = _tables(bundle, device)
+    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
+    type_of, sizes, S = _type(tables, tensors), _leaf_sizes(bundle, tensors), tables.slots
+    slots = torch.empty((2, S), device=device, dtype=torch.float32)
+    arrived = tables.results.numel()
+    for row in range(2):
+        parts = [
+            _constant(bundle, 0.0, result.numel(), device) if pair[row] is None else pair[row].reshape(-1)  # type: ignore[union-attr]
+            for result, pair in zip(bundle.results, at, strict=True)
+        ]
+        torch.cat(parts, out=slots[row, 2 * E : 2 * E + arrived])
+    gathered = torch.empty((2, E), device=device, dtype=torch.float32)
+    at_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+    weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
+    uses = (slots, S, *tables.uses)
+    for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
+        for tile, _, work in stage.forward:
+            layers.rows_backward_kernel[(work.shape[0],)](
+                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses, BK=tile.BK, TP=tile.TP
+            )
+        for tile, depthwise, work in stage.backward:
+            layers.layers_backward_kernel[(work.shape[0],)](
+                entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E,
+                **tile._asdict(), TYPE=type_of, DEPTHWISE=depthwise,
+            )  # fmt: skip
+        for tape in reversed(tapes):
+            moments.tape_backward_kernel[(tape.depths.numel(),)](
+                entries, E, *uses, *tape.instructions, tape.offsets, tape.depths, tables.numbers,
+                _weights(bundle, device), **_options(tape),
+            )  # fmt: skip
+    logits = [tensors[place] for place in bundle.gains]
+    grads = [
+        _constant(bundle, 0.0, logit.numel(), device) if grad is None else grad.reshape(-1)
+        for logit, grad in zip(logits, at_gains, strict=True)
+    ]
+    small = torch.empty(flat.numel(), device=device, dtype=torch.float32)
+    grid = (triton.cdiv(max(sizes[0], sizes[2]), BLOCK),)
+    moments.leaves_backward_kernel[grid](
+        flat, small, torch.cat(grads) if grads else small, *uses, *sizes, GAIN_MARGIN, BLOCK=BLOCK
+    )
+    found = _unflattened(bundle, tensors, small)
+    for layer, start in zip(tables.layers, bound.starts, strict=True):
+        weight = tensors[layer.weight]
+        if start >= 0:
+            found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
+        if layer.bias is not None:
+            found[layer.bias] = gathered[0, layer.start : layer.start + layer.outputs].to(tensors[layer.bias].dtype)
+    return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
+    return tensors[tables.layers[0].weight].dtype if tables.layers else torch.float32
+
+
+def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor | None]:
+    """Gradients in the order of `_flat`, each with its tensor."""
+    places: list[tuple[int | None, int]] = [(each.bias, each.size) for each in bundle.beliefs]
+    places += [(each.mean, each.size) for each in bundle.given]
+    places += [(each.weight, each.size) for each in bundle.beliefs]
+    places += [(each.var, each.size) for each in bundle.given]
+    places += [(place, tensors[place].numel()) for place in bundle.gains]
+    found: list[Tensor | None] = [None] * len(tensors)
+    for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
+        if place is not None:
+            found[place] = part.view(tensors[place].shape).to(tensors[place].dtype)
+    return found

@@ -1,0 +1,203 @@
+"""Convolutions and linear layers of a bundle as Triton kernels: one pass over every weight, forward and backward.
+
+A tile holds BK outputs × BC inputs × TP taps of a weight, its last axis being the one that lies together in memory:
+taps, or inputs (channels_last, and where there is one tap). The equations are those of `moments/linear.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kalmannorm.kernels.triton_moments import (
+    BIAS,
+    COLUMNS,
+    GEOMETRY,
+    GRADIENT,
+    GROUP_INPUTS,
+    GROUP_OUTPUTS,
+    INDEX,
+    INPUTS,
+    KINDS,
+    OUTPUTS,
+    ROWS,
+    SLOTS,
+    START,
+    STEP_GROUP,
+    STEP_INPUT,
+    STEP_OUTPUT,
+    STEP_TAP,
+    SUMS,
+    TAPS,
+    WEIGHT,
+    collect,
+)
+
+
+@triton.jit
+def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
+    """Inputs and taps of a tile, [1, BC, 1] and [1, 1, TP], or the two last axes swapped."""
+    if TAPS_LAST:
+        c, t = tl.arange(0, BC)[None, :, None], tl.arange(0, TP)[None, None, :]
+    else:
+        c, t = tl.arange(0, BC)[None, None, :], tl.arange(0, TP)[None, :, None]
+    return c, t
+
+
+@triton.jit(do_not_specialize=["E"])
+def layers_kernel(
+    entries_ptr, sums_ptr, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
+    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Means and variances of BK outputs of a layer; where there is a border, what each tap sums up to is kept."""
+    row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
+    k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
+    weight_ptr = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+    outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
+    group_outputs, group_inputs = tl.load(row + GROUP_OUTPUTS), tl.load(row + GROUP_INPUTS)
+    step_input, step_tap = tl.load(row + STEP_INPUT), tl.load(row + STEP_TAP)
+    if GROUPED:
+        group = (k // group_outputs)[:, None, None]
+        line = group * tl.load(row + STEP_GROUP) + (k % group_outputs)[:, None, None] * tl.load(row + STEP_OUTPUT)
+    else:  # all outputs read the same inputs
+        group = tl.zeros([1, 1, 1], tl.int32)
+        line = k[:, None, None] * tl.load(row + STEP_OUTPUT)
+    listed = index_ptr + tl.load(row + INDEX) + group * group_inputs
+    c, t = along(BC, TP, TAPS_LAST)
+    in_k = (k < outputs)[:, None, None]
+    if TAPS_LAST:
+        sums = tl.zeros([BK, BC, TP], tl.float32)
+        squares = tl.zeros([BK, BC, TP], tl.float32)
+    else:
+        sums = tl.zeros([BK, TP, BC], tl.float32)
+        squares = tl.zeros([BK, TP, BC], tl.float32)
+    for first in range(0, group_inputs, BC):
+        in_c = first + c < group_inputs
+        listing = in_c & in_k if GROUPED else in_c
+        entry = tl.load(listed + first + c, mask=listing, other=0)
+        mean = tl.load(entries_ptr + entry, mask=listing, other=0.0)
+        var = tl.load(entries_ptr + E + entry, mask=listing, other=0.0)
+        at = line + (first + c) * step_input + t * step_tap
+        w = tl.load(weight_ptr + at, mask=in_k & in_c & (t < taps), other=0.0).to(tl.float32)
+        sums += w * mean
+        squares += w * w * var
+    by_tap = tl.sum(sums, 1 if TAPS_LAST else 2)  # [BK, TP]
+    tap = tl.arange(0, TP)
+    geometry = geometry_ptr + tl.load(row + GEOMETRY)
+    share = tl.load(geometry + tap, mask=tap < taps, other=0.0)
+    var = tl.sum(tl.sum(squares, 1 if TAPS_LAST else 2) * share[None, :], 1)
+    mean = centre(by_tap, geometry, tap, taps, kinds)
+    for kind in range(kinds):
+        inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
+        away = tl.sum(by_tap * inside[None, :], 1) - mean
+        var += tl.load(geometry + taps + kind) * away * away
+    kept = sums_ptr + tl.load(row + SUMS) + k[:, None] * taps + tap[None, :]
+    tl.store(kept, by_tap, mask=(k < outputs)[:, None] & (tap < taps)[None, :] & (kinds > 1))
+    bias = tl.load(row + BIAS)
+    if bias != 0:
+        mean += tl.load(bias.to(tl.pointer_type(TYPE)) + k, mask=k < outputs, other=0.0).to(tl.float32)
+    start = tl.load(row + START)
+    tl.store(entries_ptr + start + k, mean, mask=k < outputs)
+    tl.store(entries_ptr + E + start + k, var, mask=k < outputs)
+
+
+@triton.jit
+def centre(by_tap, geometry, tap, taps, kinds):
+    """The mean over kinds of positions [BK]."""
+    mean = tl.sum(by_tap * 0.0, 1)
+    for kind in range(kinds):
+        inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
+        mean += tl.load(geometry + taps + kind) * tl.sum(by_tap * inside[None, :], 1)
+    return mean
+
+
+@triton.jit(do_not_specialize=["E", "S"])
+def rows_backward_kernel(
+    at_ptr, sums_ptr, at_sums_ptr, table_ptr, work_ptr, geometry_ptr, E,
+    slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
+    BK: tl.constexpr, TP: tl.constexpr,
+):  # fmt: skip
+    """Gradients that arrive at BK outputs, and those of what each of their taps sums up to."""
+    row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
+    k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
+    outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
+    in_k, entry = k < outputs, tl.load(row + START) + k
+    at_mean, at_var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, in_k)
+    tl.store(at_ptr + entry, at_mean, mask=in_k)
+    tl.store(at_ptr + E + entry, at_var, mask=in_k)
+    tap = tl.arange(0, TP)
+    geometry = geometry_ptr + tl.load(row + GEOMETRY)
+    kept = tl.load(row + SUMS) + k[:, None] * taps + tap[None, :]
+    mask = in_k[:, None] & (tap < taps)[None, :]
+    by_tap = tl.load(sums_ptr + kept, mask=mask & (kinds > 1), other=0.0)
+    mean = centre(by_tap, geometry, tap, taps, kinds)
+    at_sums = tl.zeros([BK, TP], tl.float32)
+    for kind in range(kinds):
+        inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
+        away = tl.sum(by_tap * inside[None, :], 1) - mean
+        at_kind = tl.load(geometry + taps + kind) * (at_mean + 2.0 * at_var * away)
+        at_sums += at_kind[:, None] * inside[None, :]
+    tl.store(at_sums_ptr + kept, at_sums, mask=mask)
+
+
+@triton.jit(do_not_specialize=["E", "S"])
+def layers_backward_kernel(
+    entries_ptr, at_ptr, at_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
+    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    DEPTHWISE: tl.constexpr,
+):  # fmt: skip
+    """BC inputs of a group and a share of its outputs: the weight's gradient, and what that share adds to the inputs'.
+
+    Depthwise, output and input are one: then BK is 1, and BC goes through the groups.
+    """
+    work = work_ptr + 4 * tl.program_id(0)
+    row = table_ptr + tl.load(work) * COLUMNS
+    group, split = tl.load(work + 1), tl.load(work + 3)
+    weight_ptr = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+    taps, start, kept = tl.load(row + TAPS), tl.load(row + START), tl.load(row + SUMS)
+    group_outputs, group_inputs, inputs = (
+        tl.load(row + GROUP_OUTPUTS),
+        tl.load(row + GROUP_INPUTS),
+        tl.load(row + INPUTS),
+    )
+    step_group, step_output = tl.load(row + STEP_GROUP), tl.load(row + STEP_OUTPUT)
+    step_input, step_tap = tl.load(row + STEP_INPUT), tl.load(row + STEP_TAP)
+    stored = tl.load(row + GRADIENT)
+    column, t = along(BC, TP, TAPS_LAST)
+    c = tl.load(work + 2) * BC + column
+    in_c = c < (inputs if DEPTHWISE else group_inputs)
+    entry = tl.load(index_ptr + tl.load(row + INDEX) + group * group_inputs + c, mask=in_c, other=0)
+    mean = tl.load(entries_ptr + entry, mask=in_c, other=0.0)
+    var = tl.load(entries_ptr + E + entry, mask=in_c, other=0.0)
+    share = tl.load(geometry_ptr + tl.load(row + GEOMETRY) + t, mask=t < taps, other=0.0)
+    if TAPS_LAST:
+        to_mean = tl.zeros([BK, BC, TP], tl.float32)
+        to_var = tl.zeros([BK, BC, TP], tl.float32)
+    else:
+        to_mean = tl.zeros([BK, TP, BC], tl.float32)
+        to_var = tl.zeros([BK, TP, BC], tl.float32)
+    begin = split * tl.load(row + ROWS)
+    end = tl.minimum(begin + tl.load(row + ROWS), group_outputs)
+    for first in range(begin, end, BK):
+        if DEPTHWISE:
+            k = c
+            in_k = in_c
+            at = c * step_group + t * step_tap
+        else:
+            k = (first + tl.arange(0, BK))[:, None, None]
+            in_k = k < end
+            at = group * step_group + k * step_output + c * step_input + t * step_tap
+            k = group * group_outputs + k
+        there = in_k & in_c & (t < taps)
+        w = tl.load(weight_ptr + at, mask=there, other=0.0).to(tl.float32)
+        at_sum = tl.load(at_sums_ptr + kept + k * taps + t, mask=in_k & (t < taps), other=0.0)
+        at_var = tl.load(at_ptr + E + start + k, mask=in_k, other=0.0) * share
+        change = at_sum * mean + 2.0 * at_var * w * var
+        tl.store(gradient_ptr + stored + at, change.to(TYPE), mask=there & (stored >= 0))
+        to_mean += at_sum * w
+        to_var += at_var * w * w
+    slot = tl.load(row + SLOTS) + split * inputs + group * group_inputs + tl.load(work + 2) * BC + tl.arange(0, BC)
+    in_slot = tl.load(work + 2) * BC + tl.arange(0, BC) < (inputs if DEPTHWISE else group_inputs)
+    tl.store(slots_ptr + slot, tl.sum(tl.sum(to_mean, 2 if TAPS_LAST else 1), 0), mask=in_slot)
+    tl.store(slots_ptr + S + slot, tl.sum(tl.sum(to_var, 2 if TAPS_LAST else 1), 0), mask=in_slot)
