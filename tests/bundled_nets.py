@@ -80,6 +80,18 @@ class Smooth(nn.Module):
         return self.last(self.layer(torch.cat([F.silu(x), F.gelu(x), torch.tanh(x), torch.sigmoid(x)], 1)))
 
 
+class Twice(nn.Module):
+    """No layer at all; two norms read one activation of one norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.BatchNorm1d(4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x.relu()) + self.c(x.relu())
+
+
 IMAGE, VECTOR = (2, 3, 9, 9), (4, 6)
 
 

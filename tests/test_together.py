@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, bundles, converted
+from bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
 from kalmannorm import freeze_priors, set_inference
 from kalmannorm.graph import bundling
 from kalmannorm.graph.together import Together
@@ -25,6 +25,7 @@ NETS = {
     "clipped": (lambda: Blocks(F.relu6), IMAGE, {}),
     "linear": (Pre, VECTOR, {"per_channel_gain": True}),
     "quadrature": (Smooth, (4, 4), {}),
+    "no layers": (Twice, (4, 4), {}),
     "no rule in a bundle": (lambda: Blocks(F.elu), IMAGE, {}),
 }
 every = pytest.mark.parametrize("case", NETS)
@@ -285,17 +286,6 @@ def test_the_backward_of_a_part_need_not_wait_for_the_first_norm(monkeypatch):
 
 
 def test_the_same_is_computed_once(monkeypatch):
-    """Two norms read one activation of one norm."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.BatchNorm1d(4) for _ in range(3))
-
-        def forward(self, x):
-            x = self.a(x)
-            return self.b(x.relu()) + self.c(x.relu())
-
     model = converted(Twice(), (4, 4))
     ((bundle, _),) = bundles(model, torch.randn(4, 4), monkeypatch)
     assert [each.a.numel() for each in bundle.stages[0].elementwise] == [4]

@@ -13,7 +13,7 @@ import torchvision
 from poisoned import DEVICE, poison
 from torch.nn import functional as F
 
-from bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, bundles, converted
+from bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
 from kalmannorm.graph import bundling
 from kalmannorm.kernels import bundle_aten, triton_bundle, triton_tables
 
@@ -26,6 +26,7 @@ CASES = {
     "branches, transposed, gate": (Branches, IMAGE, {}),
     "sums before norms, linear layers": (Pre, VECTOR, {"per_channel_gain": True}),
     "quadrature": (Smooth, (4, 4), {}),
+    "no layers": (Twice, (4, 4), {}),
 }
 
 
@@ -103,7 +104,7 @@ def test_half_precision_weights(monkeypatch):
 
 @torch.no_grad()
 def test_bit_for_bit_the_same_again(monkeypatch):
-    ((bundle, tensors),) = prepared(*CASES["branches, transposed, gate"], monkeypatch)
+    ((bundle, tensors),) = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
     arrived = arriving(bundle, tensors)
     first, second = (run(bundle, tensors, *arrived, [True] * len(tensors)) for _ in range(2))
     assert torch.equal(first[0].entries, second[0].entries)

@@ -205,7 +205,7 @@ def backward(
     found = _unflattened(bundle, tensors, small)
     for layer, start in zip(tables.layers, bound.starts, strict=True):
         weight = tensors[layer.weight]
-        if start >= 0:
+        if start is not None:
             found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
         if layer.bias is not None:
             found[layer.bias] = gathered[0, layer.start : layer.start + layer.outputs].to(tensors[layer.bias].dtype)

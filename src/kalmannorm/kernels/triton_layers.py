@@ -1,7 +1,9 @@
 """Convolutions and linear layers of a bundle as Triton kernels: one pass over every weight, forward and backward.
 
 A tile holds BK outputs × BC inputs × TP taps of a weight, its last axis being the one that lies together in memory:
-taps, or inputs (channels_last, and where there is one tap). The equations are those of `moments/linear.py`.
+taps, or inputs (channels_last, and where there is one tap). Steps come from a table, so the compiler has to be told:
+ONE says that the last axis goes in steps of one, WIDE that all others go in multiples of four, and pointers too. The
+equations are those of `moments/linear.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from kalmannorm.kernels.triton_moments import (
     STEP_TAP,
     SUMS,
     TAPS,
+    WANTED,
     WEIGHT,
     collect,
 )
@@ -44,25 +47,50 @@ def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
     return c, t
 
 
+@triton.jit
+def steps(row, TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr):
+    """Through a weight, from input to input and from tap to tap."""
+    step_input = 1 if ONE and not TAPS_LAST else tl.load(row + STEP_INPUT)
+    step_tap = 1 if ONE and TAPS_LAST else multiple(row + STEP_TAP, WIDE)
+    return step_input, step_tap
+
+
+@triton.jit
+def multiple(pointer, WIDE: tl.constexpr):
+    value = tl.load(pointer)
+    if WIDE:
+        value = tl.multiple_of(value, 4)
+    return value
+
+
+@triton.jit
+def weight_of(row, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    pointer = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+    if WIDE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
 @triton.jit(do_not_specialize=["E"])
 def layers_kernel(
     entries_ptr, sums_ptr, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
-    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr, TYPE: tl.constexpr,
-    GROUPED: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
+    TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Means and variances of BK outputs of a layer; where there is a border, what each tap sums up to is kept."""
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
-    weight_ptr = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+    weight_ptr = weight_of(row, TYPE, WIDE)
     outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
-    group_outputs, group_inputs = tl.load(row + GROUP_OUTPUTS), tl.load(row + GROUP_INPUTS)
-    step_input, step_tap = tl.load(row + STEP_INPUT), tl.load(row + STEP_TAP)
+    group_outputs, group_inputs = tl.load(row + GROUP_OUTPUTS), multiple(row + GROUP_INPUTS, WIDE)
+    step_input, step_tap = steps(row, TAPS_LAST, ONE, WIDE)
+    step_output = multiple(row + STEP_OUTPUT, WIDE)
     if GROUPED:
         group = (k // group_outputs)[:, None, None]
-        line = group * tl.load(row + STEP_GROUP) + (k % group_outputs)[:, None, None] * tl.load(row + STEP_OUTPUT)
+        line = group * multiple(row + STEP_GROUP, WIDE) + (k % group_outputs)[:, None, None] * step_output
     else:  # all outputs read the same inputs
         group = tl.zeros([1, 1, 1], tl.int32)
-        line = k[:, None, None] * tl.load(row + STEP_OUTPUT)
+        line = k[:, None, None] * step_output
     listed = index_ptr + tl.load(row + INDEX) + group * group_inputs
     c, t = along(BC, TP, TAPS_LAST)
     in_k = (k < outputs)[:, None, None]
@@ -144,8 +172,8 @@ def rows_backward_kernel(
 @triton.jit(do_not_specialize=["E", "S"])
 def layers_backward_kernel(
     entries_ptr, at_ptr, at_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
-    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr, TYPE: tl.constexpr,
-    DEPTHWISE: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
+    TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, DEPTHWISE: tl.constexpr,
 ):  # fmt: skip
     """BC inputs of a group and a share of its outputs: the weight's gradient, and what that share adds to the inputs'.
 
@@ -154,16 +182,14 @@ def layers_backward_kernel(
     work = work_ptr + 4 * tl.program_id(0)
     row = table_ptr + tl.load(work) * COLUMNS
     group, split = tl.load(work + 1), tl.load(work + 3)
-    weight_ptr = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+    weight_ptr = weight_of(row, TYPE, WIDE)
     taps, start, kept = tl.load(row + TAPS), tl.load(row + START), tl.load(row + SUMS)
-    group_outputs, group_inputs, inputs = (
-        tl.load(row + GROUP_OUTPUTS),
-        tl.load(row + GROUP_INPUTS),
-        tl.load(row + INPUTS),
-    )
-    step_group, step_output = tl.load(row + STEP_GROUP), tl.load(row + STEP_OUTPUT)
-    step_input, step_tap = tl.load(row + STEP_INPUT), tl.load(row + STEP_TAP)
-    stored = tl.load(row + GRADIENT)
+    group_outputs, inputs = tl.load(row + GROUP_OUTPUTS), tl.load(row + INPUTS)
+    group_inputs = multiple(row + GROUP_INPUTS, WIDE)
+    step_group, step_output = multiple(row + STEP_GROUP, WIDE), multiple(row + STEP_OUTPUT, WIDE)
+    step_input, step_tap = steps(row, TAPS_LAST, ONE, WIDE)
+    stored = multiple(row + GRADIENT, WIDE)
+    wanted = tl.load(row + WANTED) != 0
     column, t = along(BC, TP, TAPS_LAST)
     c = tl.load(work + 2) * BC + column
     in_c = c < (inputs if DEPTHWISE else group_inputs)
@@ -194,7 +220,7 @@ def layers_backward_kernel(
         at_sum = tl.load(at_sums_ptr + kept + k * taps + t, mask=in_k & (t < taps), other=0.0)
         at_var = tl.load(at_ptr + E + start + k, mask=in_k, other=0.0) * share
         change = at_sum * mean + 2.0 * at_var * w * var
-        tl.store(gradient_ptr + stored + at, change.to(TYPE), mask=there & (stored >= 0))
+        tl.store(gradient_ptr + stored + at, change.to(TYPE), mask=there & wanted)
         to_mean += at_sum * w
         to_var += at_var * w * w
     slot = tl.load(row + SLOTS) + split * inputs + group * group_inputs + tl.load(work + 2) * BC + tl.arange(0, BC)

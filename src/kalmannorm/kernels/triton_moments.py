@@ -29,7 +29,7 @@ NUMBERS = tl.constexpr(16)  # of a function: affine 3; piecewise 2 knots, 9 coef
 COLUMNS = tl.constexpr(20)
 WEIGHT = tl.constexpr(0)
 BIAS = tl.constexpr(1)
-GRADIENT = tl.constexpr(2)  # where the gradient of the weight goes; -1 for nowhere
+GRADIENT = tl.constexpr(2)  # where the gradient of the weight goes
 OUTPUTS = tl.constexpr(3)
 GROUP_OUTPUTS = tl.constexpr(4)
 GROUP_INPUTS = tl.constexpr(5)
@@ -46,6 +46,7 @@ SUMS = tl.constexpr(15)  # where its sums by tap are kept
 SLOTS = tl.constexpr(16)  # where the gradients of its inputs go, split by split
 INPUTS = tl.constexpr(17)
 ROWS = tl.constexpr(18)  # outputs of a group that a program goes through in the backward
+WANTED = tl.constexpr(19)  # whether the weight needs a gradient
 
 
 @triton.jit

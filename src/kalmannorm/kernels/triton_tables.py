@@ -51,6 +51,8 @@ class Tile(NamedTuple):
     BC: int
     TP: int
     TAPS_LAST: bool
+    ONE: bool
+    WIDE: bool
 
 
 class Launches(NamedTuple):
@@ -84,7 +86,7 @@ class Bound:
 
     table: Tensor
     stages: list[Launches]
-    starts: list[int]
+    starts: list[int | None]
     size: int
     captured: bool = False
 
@@ -113,7 +115,7 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         share = min(max(ROW_WORK // (min(power(group_inputs), 32) * taps), 1), group_outputs)
         sizes = [layer.outputs, group_outputs, group_inputs]
         where = [sum(part.numel() for part in listed), layer.start, places[layer.axes], sums, slots]
-        rows.append([0, 0, -1, *sizes, 0, 0, 0, 0, taps, kernel.of_kinds.numel(), *where, inputs, share, 0])
+        rows.append([0, 0, 0, *sizes, 0, 0, 0, 0, taps, kernel.of_kinds.numel(), *where, inputs, share, 0])
         listed.append(layer.a)
         splits = -(-group_outputs // share)
         used.append((layer.a, torch.arange(slots, slots + inputs), inputs, splits))
@@ -212,7 +214,7 @@ def _tape(rows: Tensor, device: torch.device) -> Tape:
 
 def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Bound:
     """For these weights; `wanted` are those that need a gradient."""
-    rows, starts, size, tiles = [], list[int](), 0, list[Tile]()
+    rows, starts, size, tiles = [], list[int | None](), 0, list[Tile]()
     for layer, row in zip(tables.layers, tables.rows, strict=True):
         weight = tensors[layer.weight]
         bias = 0 if layer.bias is None else tensors[layer.bias].data_ptr()
@@ -221,11 +223,11 @@ def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequ
         steps = [group_outputs * first, first, second, tap]
         if layer.transposed:
             steps = [group_inputs * first, second, first, tap]
-        place = size if wanted[layer.weight] else -1
-        starts.append(place)
-        size += -(-weight.numel() // 64) * 64 if wanted[layer.weight] else 0
-        rows.append([weight.data_ptr(), bias, place, *row[3:6], *steps, *row[10:]])
-        tiles.append(_tile(group_outputs, group_inputs, taps, taps > 1 and tap < steps[2]))
+        want = wanted[layer.weight]
+        starts.append(size if want else None)
+        rows.append([weight.data_ptr(), bias, size, *row[3:6], *steps, *row[10:19], int(want)])
+        size += -(-weight.numel() // 64) * 64 if want else 0
+        tiles.append(_tile(group_inputs, taps, steps, weight.data_ptr()))
     device = tables.numbers.device
     table = torch.tensor(rows or [[0] * _COLUMNS], dtype=torch.int64).to(device)
     stages, start = [], 0
@@ -248,11 +250,15 @@ def lies_together(weight: Tensor) -> bool:
     return weight.is_contiguous() or (other is not None and weight.is_contiguous(memory_format=other))
 
 
-def _tile(outputs: int, inputs: int, taps: int, taps_last: bool) -> Tile:
+def _tile(inputs: int, taps: int, steps: Sequence[int], pointer: int) -> Tile:
     TP = power(taps)
     BC = min(power(inputs), max(TILE // (4 * TP), 8), 128)
     BC = BC if inputs > 8 else 1 if inputs == 1 else 8
-    return Tile(min(max(TILE // (BC * TP), 1), 64), BC, TP, taps_last)
+    taps_last = taps > 1 and steps[3] < steps[2]
+    one = steps[3 if taps_last else 2] == 1
+    others = *steps[:2], *((steps[3],) if taps > 1 else ())
+    wide = one and not taps_last and inputs % 4 == pointer % 16 == 0 and all(step % 4 == 0 for step in others)
+    return Tile(min(max(TILE // (BC * TP), 1), 64), BC, TP, taps_last, one, wide)
 
 
 def _launches(tables: Tables, tiles: list[Tile], numbers: range, device: torch.device) -> Launches:
@@ -262,14 +268,15 @@ def _launches(tables: Tables, tiles: list[Tile], numbers: range, device: torch.d
         outputs, group_outputs, group_inputs = tables.rows[i][3:6]
         inputs, share = tables.rows[i][17:19]
         tile = tiles[i]
-        key = tile, outputs > group_outputs
-        forward.setdefault(key, []).extend((i, block) for block in range(-(-outputs // tile.BK)))
+        forward.setdefault((tile, outputs > group_outputs), []).extend(
+            (i, block) for block in range(-(-outputs // tile.BK))
+        )
         depthwise = group_outputs == group_inputs == 1
         BC = min(TILE // tile.TP, 128) if depthwise else min(power(group_inputs), 32)
         BK = 1 if depthwise else max(min(TILE // (BC * tile.TP), power(share)), 1)
         groups = 1 if depthwise else inputs // group_inputs
         blocks = -(-(inputs if depthwise else group_inputs) // BC)
-        key = Tile(BK, BC, tile.TP, tile.TAPS_LAST), depthwise
+        key = tile._replace(BK=BK, BC=BC), depthwise
         splits = 1 if depthwise else -(-group_outputs // share)
         backward.setdefault(key, []).extend(
             (i, group, block, split) for group in range(groups) for block in range(blocks) for split in range(splits)
