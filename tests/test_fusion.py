@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -11,8 +12,10 @@ import pytest
 import timm
 import torch
 import torchvision
-from torch import nn
+from timm.models.regnet import RegNet, RegNetCfg
+from torch import distributed, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.densenet import DenseNet
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -79,7 +82,7 @@ NETS = {
     "cifar-resnet": lambda: models.build("cifar-resnet-20", classes=5, shape=(3, 16, 16), width=0.5),
     "bn-inception": lambda: models.build("bn-inception", classes=5, shape=SHAPE[1:], width=0.125),
     # timm: BatchNormAct2d with its own ReLU; without, in a sum; identities in between
-    "regnet": lambda: timm.create_model("regnetx_002", num_classes=5),
+    "regnet": lambda: RegNet(RegNetCfg(stem_width=8, depth=5, w0=8, wa=8.0, wm=1.5, group_size=4), 3, 5),
     "timm-resnet": lambda: timm.models.resnet.ResNet(
         timm.models.resnet.BasicBlock, (1, 1, 1, 2), 5, channels=(64, 8, 8, 8)
     ),
@@ -93,7 +96,7 @@ COUNTS = {
     "densenet": (11, 0, 0),
     "cifar-resnet": (19, 0, 0),
     "bn-inception": (69, 0, 0),
-    "regnet": (27, 13, 4),
+    "regnet": (11, 5, 4),
     "timm-resnet": (6, 5, 3),
     "gated": (2, 1, 3),
 }
@@ -106,9 +109,24 @@ def converted(name="basic", to="kalman", seed=0, **options):
     return kalmannorm.convert(model, torch.randn(SHAPE).double(), to=to, **size, **options)
 
 
+def images():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).double()
+
+
 @pytest.fixture
 def x():
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).double()
+    return images()
+
+
+@functools.cache
+def _pair(name):
+    model = converted(name)
+    return model, kalmannorm.fuse(model, images())
+
+
+def pair(name="basic"):
+    """A model and the same one fused."""
+    return copy.deepcopy(_pair(name))
 
 
 def trained(model, x, steps=3, mode=True):
@@ -145,8 +163,7 @@ def counts(model):
 
 @pytest.mark.parametrize("name", NETS)
 def test_trains_with_the_same_numbers(name, x):
-    model = converted(name)
-    fused = kalmannorm.fuse(model, x)
+    model, fused = pair(name)
     assert counts(fused) == COUNTS[name], str(fused.fusion)
     assert list(fused.state_dict()) == list(model.state_dict())
     assert_same(list(fused.buffers()), list(model.buffers()), 0)
@@ -167,6 +184,7 @@ def test_the_baselines_fuse_too(to, x):
 def test_learned_priors(options, x):
     model = converted("basic", transition="learned", **options)
     fused = kalmannorm.fuse(model, x)
+    assert counts(fused) == COUNTS["basic"]
     assert_same(trained(fused, x, 2), trained(model, x, 2))
 
 
@@ -175,6 +193,7 @@ def test_every_inference(mode, x):
     model = converted("bottleneck")
     trained(model, x, 1)
     fused = kalmannorm.fuse(model, x)
+    assert counts(fused) == COUNTS["bottleneck"]
     for each in (model, fused):
         kalmannorm.set_inference(each, mode)
     assert_same(trained(fused, x, mode=False), trained(model, x, mode=False))  # gradients in eval mode, too
@@ -185,7 +204,9 @@ def test_every_inference(mode, x):
 def test_frozen_statistics(x):
     model = converted()
     kalmannorm.freeze_statistics(model)
-    assert_same(trained(kalmannorm.fuse(model, x), x), trained(model, x))
+    fused = kalmannorm.fuse(model, x)
+    assert counts(fused) == COUNTS["basic"]
+    assert_same(trained(fused, x), trained(model, x))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -195,6 +216,7 @@ def test_autocast(layout):
     x = torch.randn(SHAPE).to(memory_format=layout)
     model = kalmannorm.convert(NETS["basic"](), x, statistics_batch_size=2).to(memory_format=layout)
     fused = kalmannorm.fuse(model, x)
+    assert counts(fused) == COUNTS["basic"]
     with torch.autocast("cpu", torch.bfloat16):
         for each in (model, fused):
             each(x).float().sum().backward()
@@ -202,9 +224,21 @@ def test_autocast(layout):
     torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (3, 1, 1), (2, 4, 3, 5, 5)], ids=str)
+def test_a_norm_asked_to_add_anything(shape, dtype, training):
+    """What the op cannot add, of another dtype or shape, is added after it, as the model's own code would."""
+    norm = kalmannorm.GhostBatchNorm2d(3, statistics_batch_size=2).train(training)
+    x = torch.randn(4, 3, 5, 5).bfloat16()
+    residual = torch.randn(shape).to(dtype)
+    actual, expected = norm(x, residual=residual, relu=True), F.relu(norm(x) + residual)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+
+
 def test_another_size_of_batch_and_image(x):
-    model = converted()
-    fused = kalmannorm.fuse(model, x)
+    model, fused = pair()
     for shape in ((3, 3, 24, 24), (2, 3, 32, 20), (0, 3, 24, 24)):
         other = torch.randn(shape).double()
         assert_same([fused(other)], [model(other)])
@@ -225,23 +259,21 @@ def test_nothing_of_the_model_changes_in_fusing_it(x):
 
 
 def test_a_copy_is_fused_unless_in_place(x):
-    model = converted()
-    fused = kalmannorm.fuse(model, x)
+    model, fused = pair()
     assert not any(is_fused(module) for module in model.modules()) and not hasattr(model, "fusion")
     assert isinstance(fused, Residual) and is_fused(fused)
     assert all(isinstance(block, BasicBlock) for block in fused.layer2)
 
 
 def test_fusing_again_changes_nothing(x):
-    fused = kalmannorm.fuse(converted(), x)
+    fused = pair()[1]
     again = kalmannorm.fuse(fused, x)
     assert again.fusion == fused.fusion
     assert_same([again(x)], [fused(x)])
 
 
 def test_the_wiring_stays(x):
-    model = converted()
-    fused = kalmannorm.fuse(model, x)
+    model, fused = pair()
     assert str(kalmannorm.wiring(fused)) == str(kalmannorm.wiring(model))
     kalmannorm.rewire(fused, torch.randn(2, 3, 40, 40).double())
     kalmannorm.rewire(model, torch.randn(2, 3, 40, 40).double())
@@ -262,11 +294,27 @@ def _reloaded(model):
 )
 @pytest.mark.parametrize("name", ["basic", "densenet"])
 def test_copies_are_fused(name, again, x):
-    fused = kalmannorm.fuse(converted(name), x)
+    fused = pair(name)[1]
     other = again(fused)
     assert [type(a) is type(b) for a, b in zip(other.modules(), fused.modules(), strict=True)].count(False) == 0
     assert other.fusion == fused.fusion
     assert_same(trained(other, x), trained(fused, x))
+
+
+def test_replicas_of_data_parallel_are_fused(x):
+    fused = pair("bottleneck")[1]
+    block = fused.layer1[0]
+    replica = block._replicate_for_data_parallel()
+    assert type(replica) is type(block) and replica.bn1 is block.bn1
+
+
+def test_distributed_data_parallel(x, tmp_path):
+    own, fused = pair()[1], pair()[1]
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert_same(trained(DistributedDataParallel(fused), x), trained(own, x))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_state_dicts_go_both_ways(x):
@@ -314,7 +362,7 @@ def test_compiled_without_a_break(x):
 
 
 def test_exported(x):
-    fused = kalmannorm.fuse(converted(), x).eval()
+    fused = pair()[1].eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(fused, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -342,8 +390,7 @@ def test_shipped(x):
 
 
 def test_accumulated(x):
-    model = converted()
-    fused = kalmannorm.fuse(model, x)
+    model, fused = pair()
     for each in (model, fused):
         with kalmannorm.accumulate_statistics(each):
             for part in x.split(2):
@@ -353,9 +400,10 @@ def test_accumulated(x):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-def test_runs_as_reported(training, x):
+@pytest.mark.parametrize("name", ["bottleneck", "regnet"])
+def test_runs_as_reported(name, training, x):
     """Each norm is asked for the ReLU and the sum, and nobody else is."""
-    fused = kalmannorm.fuse(converted("bottleneck").train(training), x)
+    fused = pair(name)[1].train(training)
     asked, relus = {}, []
     for name, module in fused.named_modules():
         if isinstance(module, GroupedNorm):

@@ -169,6 +169,10 @@ def deceitful(net, x):
     return F.relu(net.bn(net.conv(x))) * (2 if isinstance(x, torch.Tensor) else 1)
 
 
+def deceitful_in_training(net, x):
+    return F.relu(net.bn(net.conv(x))) * (2 if isinstance(x, torch.Tensor) and net.training else 1)
+
+
 LEFT = {
     twice: "used more than once",
     sum_twice: "used more than once",
@@ -191,6 +195,7 @@ LEFT = {
     assigned: "assigns attributes",
     by_value: "cannot be traced",
     deceitful: "other numbers",
+    deceitful_in_training: "in training would be other numbers",
     lambda net, x: net.act(net.bn(net.conv(x))): "followed by ReLU6",
     lambda net, x: F.gelu(net.bn(net.conv(x))): "followed by gelu",
     lambda net, x: net.bn(net.conv(x)).relu6(): "cannot be traced" if hasattr(torch.Tensor, "relu6") else "",
@@ -269,12 +274,13 @@ class Shortcut(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.main = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6))
         self.down = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)), nn.Identity())
 
     def forward(self, x, again=None, *, shift=0):
-        y = self.bn(self.conv(x))
-        return F.relu(y + self.down(x)) if again is None else again
+        y = self.main(x)
+        y += self.down(x)
+        return F.relu(y) if again is None else again
 
 
 def test_a_child_that_ends_in_a_norm():
@@ -285,6 +291,22 @@ def test_a_hook_on_the_child_keeps_it_whole():
     model, seen = converted(None, Shortcut), []
     model.down.register_forward_hook(lambda *_: seen.append(1))
     assert fused_of(model).fusion.fused == {} and seen
+
+
+class Moody(nn.Module):
+    """Its child asks for its own mode, which may be another than that of the module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Net(lambda net, x: net.bn(net.conv(F.dropout(x, 0.5, net.training))))
+
+    def forward(self, x):
+        return F.relu(self.child(x))
+
+
+def test_a_child_that_asks_for_its_mode_stays_whole():
+    fused = fused_of(converted(None, Moody))
+    assert fused.fusion.fused == {} and fused.fusion.left["child.bn"] == "followed by the end of its forward"
 
 
 def test_arguments_that_the_example_did_not_give():

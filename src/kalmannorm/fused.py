@@ -7,6 +7,7 @@ back to its own whenever it is called or changed in a way that `fuse` did not se
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import types
 import warnings
@@ -22,7 +23,8 @@ REPORT = "fusion"
 """The attribute of a fused model that tells what was fused."""
 
 Given = Literal["tensor", "sequence", "default"]
-_FREE = {*vars(nn.Module()), REPORT}  # attributes that no forward depends on, or that a program asks when it runs
+# Attributes that no forward depends on, or that a program asks when it runs.
+_FREE = {*vars(nn.Module()), REPORT, "__dict__", "__class__"}
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,6 @@ class Fused:
     _fused_from: type[nn.Module]
     _program: Program
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Whoever builds one anew, as a slice of a Sequential does, has other children than the program knows.
-        return cls._fused_from(*args, **kwargs)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         function, args, *state = reduced
@@ -175,17 +173,28 @@ def _give_up(module: Any, name: str) -> None:
         module.__class__ = module._fused_from
 
 
+@functools.cache
+def _metaclass(kind: type) -> type:
+    """Whoever builds such a module anew, as a slice of a Sequential does, has other children than the program knows."""
+
+    def call(cls: type[Fused], *args: Any, **kwargs: Any) -> nn.Module:
+        return cls._fused_from(*args, **kwargs)
+
+    return type("Fusing", (kind,), {"__call__": call})
+
+
 _CLASSES: WeakValueDictionary[tuple[Any, ...], type] = WeakValueDictionary()
 
 
-def _class(base: type[nn.Module], program: Program) -> type:
+def _class(base: type[nn.Module], program: Program) -> Any:
     """Of modules of one class with one program there is one class: what is compiled for one serves all."""
     key = (base, program.key)
-    made = _CLASSES.get(key)
+    made: Any = _CLASSES.get(key)
     if made is None:
         body = {"_fused_from": base, "_program": program, "forward": program.forward(base.forward)}
         same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-        made = type(base.__name__, (Fused, base), body | same)
+        kind: Any = type(base)
+        made = _metaclass(kind)(base.__name__, (Fused, base), body | same)
         _CLASSES[key] = made
     return made
 

@@ -54,8 +54,9 @@ def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.M
     forward that symbolic tracing cannot follow. Before anything changes, outputs, gradients and buffers are compared on
     the example, in training and inference; a module that would give other numbers is left alone too.
 
-    Fuse last: a forward is written down as it is now. Hooks added later to a ReLU that was fused are not called. A
-    module whose attributes or children change, or that is called with other kinds of arguments, uses its own forward.
+    Fuse last, before the optimizer: a forward is written down as it is now. Hooks added later to a ReLU or a shortcut
+    that was fused are not called. A module whose attributes or children change, or that is called with other kinds of
+    arguments, uses its own forward. `to_batchnorm` and `fold` take everything back.
 
     Args:
         model: converted, or of ghost or renorm norms.

@@ -127,7 +127,7 @@ class Finder:
 
     def _is_new(self, node: fx.Node) -> bool:
         """Whether the value of a node is a tensor that nobody else holds."""
-        return isinstance(self._module(node), (GroupedNorm, _ConvNd, nn.Linear))
+        return isinstance(self._norm(node) or self._module(node), (GroupedNorm, _ConvNd, nn.Linear))
 
     def _writes(self, node: fx.Node) -> bool:
         """Whether a node may write into a tensor that it is given."""
