@@ -39,7 +39,7 @@ class Branches(nn.Module):
         self.act, self.gate = act, gate
         self.conv0, self.norm0 = nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6)
         self.conv1, self.norm1 = nn.Conv2d(3, 4, (1, 3), stride=2), nn.BatchNorm2d(4)
-        self.up, self.norm2 = nn.ConvTranspose2d(10, 6, 2, stride=2, bias=False), nn.BatchNorm2d(6)
+        self.up, self.norm2 = nn.ConvTranspose2d(10, 6, 2, stride=2, groups=2, bias=False), nn.BatchNorm2d(6)
         self.squeeze = nn.Conv2d(6, 6, 1)
         self.conv3, self.norm3 = nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5)
 

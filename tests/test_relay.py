@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import convert
+from listening import delivered, given
 from test_running import NON_LEAF, TRANSITIONS, Net, assert_same, image, net, state, step
 
 
@@ -28,27 +29,6 @@ class Loop(nn.Module):
         for x in views:
             y = self.b(self.conv2(self.a(self.conv(x)).relu())).relu()
         return self.c(self.conv3(y))
-
-
-def given(model, name):
-    """What reaches a norm in each of its calls."""
-    norm, found = model.get_submodule(name), []
-    original = norm._forward
-    norm._forward = lambda x, previous, *rest: found.append(previous) or original(x, previous, *rest)
-    return found
-
-
-def delivered(model, name):
-    norm, found = model.get_submodule(name), []
-    original = norm._forward
-
-    def forward(x, previous, *rest):
-        y, posterior = original(x, previous, *rest)
-        found.append(posterior)
-        return y, posterior
-
-    norm._forward = forward
-    return found
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 4])

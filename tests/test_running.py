@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import two_ranks
 from kalmannorm import convert, freeze_statistics, set_inference
 from kalmannorm.graph.relay import Begin
+from listening import given
 
 TRANSITIONS = ["weights", "learned"]
 # What dynamo meets, and hides from users, when a compiled part gets a tensor from an eager one.
@@ -289,9 +290,7 @@ def test_averaged_model(transition):
 @pytest.mark.parametrize("transition", TRANSITIONS)
 def test_automatic_mixed_precision_keeps_the_filter_in_float32(transition):
     model = net(transition)
-    priors = []
-    original = model.block2.bn1._forward
-    model.block2.bn1._forward = lambda x, previous, *rest: priors.append(previous) or original(x, previous, *rest)
+    priors = given(model, "block2.bn1")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = model(image())
     y.sum().backward()
