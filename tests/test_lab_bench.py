@@ -143,7 +143,8 @@ def test_command(tmp_path, capsys):
         (["--model", "cifar-inceptoin"], "did you mean 'cifar-inception'"),
         (["--rounds", "2"], "at least 5"),
         (["--device", "gpu"], "unknown device 'gpu'"),
-        (["--output", "nowhere/bench.csv"], "there is no folder nowhere"),
+        (["--output", "."], "is a folder: name a file"),
+        (["--output", "pyproject.toml/bench.csv"], "cannot write pyproject.toml/bench.csv"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):

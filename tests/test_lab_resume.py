@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kalmannorm.lab import checkpoint
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.train import train
 from lab_runs import ENVIRONMENT, command, kalmannorm, numbers, weights
@@ -54,6 +54,37 @@ def test_resumes_to_the_same_weights(uninterrupted, tmp_path, kind):
     kalmannorm("train", "--resume", str(folder))
     assert_same(folder, uninterrupted)
     assert not (folder / "checkpoint").exists()
+
+
+def test_a_second_signal_stops_at_once_and_keeps_what_was_saved(tmp_path):
+    recipe = Recipe(epochs=2, train_examples=256, evaluate_every=0)
+
+    def impatient(event):
+        if event.get("step") == 3:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(1.1)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="at once; --resume goes on"):
+        train(recipe, tmp_path / "run", Execution(save_every=2, log_every=1), watch=impatient)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000002"]
+
+
+def test_two_ranks_resume_to_the_same_weights(tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    steps = [*STEPS, "--method", "bkn-learned", "--setting", "64,2"]
+    kalmannorm("train", *steps, "--out", str(whole), ranks=2)
+    process = subprocess.Popen(
+        command("train", *steps, "--out", str(folder), ranks=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and len(checkpoint.checkpoints(folder)) < 2:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert not (folder / "result.json").exists(), "the run ended before the signal came: make it longer"
+    assert errors.count(f"kalmannorm train --resume {folder}") == 1
+    kalmannorm("train", "--resume", str(folder), ranks=2)
+    assert_same(folder, whole)
 
 
 def test_a_log_cut_in_the_middle_of_a_line_goes_on(tmp_path):

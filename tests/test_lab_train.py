@@ -55,7 +55,11 @@ def test_what_does_not_decay():
     decayed, spared = optimizer_of(net, TINY).param_groups
     assert decayed["weight_decay"] == TINY.weight_decay and spared["weight_decay"] == 0
     named = {id(parameter): name for name, parameter in net.named_parameters()}
-    assert all(value.dim() > 1 or "classifier" in named[id(value)] for value in decayed["params"])
+    norms = [module for module in net.modules() if isinstance(module, kalmannorm.BatchKalmanNorm2d)]
+    own = {named[id(parameter)] for norm in norms for parameter in norm.parameters()}
+    assert any(name.endswith("transition.matrix") for name in own)
+    assert {named[id(value)] for value in spared["params"]} == own
+    assert {named[id(value)] for value in decayed["params"]} == set(named.values()) - own
 
 
 @pytest.mark.parametrize("name", list(METHODS))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from kalmannorm.lab.errors import LabError
 
 
 def bench(
@@ -23,7 +22,7 @@ def bench(
     image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Steps of each; they take turns.")] = 15,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; as torch sees fit.")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; as torch sees fit.")] = None,
     channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Memory layout.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write a CSV file, with origins.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
@@ -39,11 +38,12 @@ def bench(
     from kalmannorm.lab.bench import Case
     from kalmannorm.lab.bench import bench as run
     from kalmannorm.lab.origin import origin
+    from kalmannorm.lab.records import writable, write_atomically
     from kalmannorm.lab.resolve import resolve
     from kalmannorm.lab.setting import Setting
 
-    if output is not None and not output.parent.is_dir():
-        raise LabError(f"--output: there is no folder {output.parent}")
+    if output is not None:
+        writable(output)
     if threads is not None:
         torch.set_num_threads(threads)
     case = Case(
@@ -59,10 +59,11 @@ def bench(
         rows = run(case, names, rounds, watch=status.update)
     source = origin()
     if output is not None:
-        with output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*rows[0], *source], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, **source} for row in rows)
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, [*rows[0], *source], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **source} for row in rows)
+        write_atomically(output, table.getvalue().encode())
     if as_json:
         typer.echo(json.dumps({"origin": source, "rows": rows}))
     else:

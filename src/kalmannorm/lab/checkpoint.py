@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.records import write_atomically
+from kalmannorm.lab.records import sync_folder, write_atomically
 
 KEPT = 2
 
@@ -56,6 +56,7 @@ def save(run: Path, step: int, model: nn.Module, state: dict[str, Any]) -> None:
         write_atomically(partial / "resume.pt", buffer.getvalue())
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
+        sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

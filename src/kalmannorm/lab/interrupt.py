@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kalmannorm.lab.errors import Interrupted
 from kalmannorm.lab.fabric import Fabric
 
 
@@ -37,7 +38,7 @@ class Signals:
         if self.since is None:
             self.since = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:
-            raise KeyboardInterrupt
+            raise Interrupted("stopped at once; --resume goes on from the last checkpoint")
 
     def stop(self, fabric: Fabric) -> bool:
         """Whether any rank was asked to stop: all of them end at the same step."""

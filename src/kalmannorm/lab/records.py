@@ -39,10 +39,33 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise _disk_error(path, error) from error
+
+
+def writable(path: Path) -> None:
+    """Raise before the work, not after it, where a file cannot be."""
+    if path.is_dir():
+        raise LabError(f"{path} is a folder: name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _disk_error(path, error) from error
+    if not os.access(path.parent, os.W_OK):
+        raise LabError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on the disk when its folder is; Windows knows no such thing."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _disk_error(path: Path, error: OSError) -> LabError:

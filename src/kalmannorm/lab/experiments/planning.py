@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +77,8 @@ class Plan:
 
 def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
     """Every cell, checked against the data before anything runs."""
-    if not wanted.budget > 0:
-        raise LabError(f"--budget must be positive, got {wanted.budget}: 1 is the full length, 0.1 a tenth")
+    if not 0 < wanted.budget < math.inf:
+        raise LabError(f"--budget must be a positive number, got {wanted.budget}: 1 is the full length, 0.1 a tenth")
     if wanted.seeds is not None and wanted.seeds < 1:
         raise LabError(f"--seeds must be at least 1, got {wanted.seeds}")
     datasets = [wanted.dataset] if wanted.dataset else list(experiment.datasets)
