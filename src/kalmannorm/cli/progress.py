@@ -48,6 +48,8 @@ class Bar:
                 f"loss {event['loss']:.3f}  accuracy {event['accuracy']:.1f} %  {event['images_per_second']:.0f} img/s"
             )
             self.progress.update(self.task, completed=event["step"], total=event["steps"], values=values)
+        elif event["event"] == "fuse" and not self.quiet:
+            self.console.print(event["text"], highlight=False)
         elif event["event"] == "evaluate" and not self.quiet:
             scores = "  ".join(f"{mode} {found['accuracy']:.1f} %" for mode, found in event["modes"].items())
             self.console.print(f"epoch {event['epoch']:g}: {scores}", highlight=False)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kalmannorm.fusion import fuse
 from kalmannorm.lab import checkpoint, data, models
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.evaluate import prepared
-from kalmannorm.lab.methods import normalized
+from kalmannorm.lab.methods import method, normalized
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run
 from kalmannorm.lab.resolve import resolve
@@ -70,6 +71,15 @@ def model_of(recipe: Recipe, data: Data, device: torch.device) -> nn.Module:
         steps=steps_of(recipe, data),
         gain=recipe.gain,
     )
+
+
+def fused(model: nn.Module, recipe: Recipe, shape: tuple[int, int, int]) -> nn.Module:
+    """The same model with what follows its norms in their own passes; as it is, where its norms are torch's own."""
+    if not method(recipe.method).groups:
+        return model
+    # Not zeros: on them a forward that is another might not show.
+    images = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    return fuse(model, prepared(images.to(next(model.parameters()).device), recipe), inplace=True)
 
 
 def load_run(

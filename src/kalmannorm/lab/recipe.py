@@ -127,6 +127,8 @@ class Execution:
     device: str = "auto"
     micro_batch: int | None = None
     """Examples per forward, gradients accumulated; None is the whole gradient batch."""
+    fuse: bool = False
+    """Norm and ReLU, and norm, sum and ReLU, in one pass, where the method's norms can: `kalmannorm.fuse`."""
     compile: bool = False
     cuda_graph: bool = False
     workers: int = 4

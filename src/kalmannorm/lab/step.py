@@ -34,8 +34,8 @@ class Step:
         self.joins = (self.pieces > 1 or fabric.world_size > 1) and any(True for _ in norms(model))
         self.graph: Graph | None = None
         if execution.cuda_graph:
-            if self.pieces > 1 or fabric.world_size > 1 or fabric.device.type != "cuda" or recipe.precision == "fp16":
-                raise LabError("--cuda-graph needs one GPU, no --micro-batch and a precision other than fp16")
+            if fabric.world_size > 1 or fabric.device.type != "cuda" or recipe.precision == "fp16":
+                raise LabError("--cuda-graph needs one GPU, one rank and a precision other than fp16")
             self.graph = Graph(self)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Outcome:
@@ -105,6 +105,8 @@ class Graph:
         return self.outcome
 
     def _capture(self, images: Tensor, labels: Tensor) -> None:
+        for parameter in self.step.model.parameters():
+            parameter.grad = None  # of a graph before: what this one leaves out would keep its last gradient
         self.images, self.labels = images.clone(), labels.clone()
         start = {name: value.clone() for name, value in self.step.model.state_dict().items()}
         drawn = torch.cuda.get_rng_state(images.device)

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmannorm.conversion import wiring
+from kalmannorm.fusion import Fusion
 from kalmannorm.lab import checkpoint
 from kalmannorm.lab.averages import Average
 from kalmannorm.lab.device import determinism, launched
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
 from kalmannorm.lab.interrupt import Signals
-from kalmannorm.lab.loading import data_of, model_of, steps_of
+from kalmannorm.lab.loading import data_of, fused, model_of, steps_of
 from kalmannorm.lab.lock import locked
 from kalmannorm.lab.logbook import Logbook, Watch
 from kalmannorm.lab.methods import method
@@ -97,6 +98,10 @@ class Training:
         self.warmup = round(recipe.warmup_epochs * self.per_epoch)
         self.finish = self.steps - round(recipe.finish_epochs * self.per_epoch)
         self.bare = model_of(recipe, self.data, fabric.device)
+        if execution.fuse:
+            self.bare = fused(self.bare, recipe, self.data.shape)
+            if first and watch is not None:
+                watch({"event": "fuse", "text": _told(self.bare, recipe)})
         model: Any = torch.compile(self.bare) if execution.compile else self.bare
         self.model, self.optimizer = fabric.setup(model, optimizer_of(self.bare, recipe))
         self.averages = {name: Average(fabric.device) for name in ("loss", "accuracy")}
@@ -106,6 +111,8 @@ class Training:
         """Steps and seconds at the last event of the log."""
         self.speeds: list[float] = []
         self.step = Step(fabric, self.model, recipe, execution)
+        if fabric.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(fabric.device)  # what it took to build the model is not training's
         self._open = ExitStack()
         if first:
             self._open.enter_context(locked(folder))
@@ -300,3 +307,11 @@ class Training:
         if self.done > self.finish:
             freeze_statistics(self.bare)
         return int(state["log_offset"])
+
+
+def _told(model: nn.Module, recipe: Recipe) -> str:
+    """What --fuse did, in a line."""
+    fusion: Fusion | None = getattr(model, "fusion", None)
+    if fusion is None:
+        return f"--fuse changes nothing in a run of {method(recipe.method).title}: its norms are torch's own"
+    return str(fusion).splitlines()[0]

@@ -17,6 +17,7 @@ from kalmannorm.lab import models
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.experiments.results import averaged
 from kalmannorm.lab.experiments.tables import PAPER, on_what
+from kalmannorm.lab.loading import fused
 from kalmannorm.lab.methods import normalized
 from kalmannorm.lab.optimizing import optimizer_of
 from kalmannorm.lab.presets import FOLDER
@@ -85,6 +86,7 @@ def _step(cell: Cell, execution: Execution, device: torch.device) -> Callable[[]
     # Batch norm over the whole batch is torch's own: what one would use instead.
     if recipe.method != "bn" or recipe.statistics_batch != recipe.gradient_batch:
         model = normalized(model, recipe.method, images[:2], statistics_batch=recipe.statistics_batch, steps=1000)
+        model = fused(model, recipe, shape) if execution.fuse else model
     optimizer = optimizer_of(model, recipe)
     run: nn.Module = torch.compile(model) if execution.compile else model  # type: ignore[assignment]
     run.train()
