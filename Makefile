@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 90 s)"
 	@echo "make test     install, lint, type-check, test"
-	@echo "make bench    time the op beside F.batch_norm on this machine"
+	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
 	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
 	@echo "make figures  redraw the README's picture from its records"
@@ -42,7 +42,7 @@ unit: install
 	$(BIN)/python -m pytest -n 2 --durations=10
 
 bench: install
-	$(BIN)/python benchmarks/op.py
+	$(BIN)/kalmannorm bench op
 
 deploy-check: install
 	$(BIN)/python benchmarks/deploy.py --check

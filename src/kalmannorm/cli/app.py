@@ -34,7 +34,7 @@ app.command("evaluate")(evaluate)
 app.command("analyse")(analyse)
 app.command("report")(report)
 app.command("reproduce")(reproduce)
-app.command("bench")(bench)
+app.add_typer(bench, name="bench")
 app.command("export")(export)
 app.add_typer(data, name="data")
 

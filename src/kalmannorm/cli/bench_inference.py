@@ -1,0 +1,119 @@
+"""`kalmannorm bench inference`: one norm, or a whole net, as it is shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kalmannorm.cli import bench_output
+from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.bench.turns import Watch
+
+
+def inference(
+    model: Annotated[
+        str | None, typer.Option("--model", help="A whole net: the lab's, torchvision's or timm's. Else one norm.")
+    ] = None,
+    batches: Annotated[str, typer.Option("--statistics-batches", help="m of `example`; the first, for a net.")] = "2",
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help="Of one norm: as 8x64x24x24; may be given several times.")
+    ] = None,
+    layouts: Annotated[str, typer.Option("--layout", help="Of one norm: NHWC, NCHW or both.")] = "NHWC,NCHW",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of one norm: float32, bf16, fp16.")] = None,
+    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="With a ReLU after the norm.")] = True,
+    batch: Annotated[int, typer.Option("--batch", min=2, help="Images of a net.")] = 32,
+    image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
+    precision: Annotated[str, typer.Option("--precision", help="Of a net: float32, or bf16 by autocast.")] = "float32",
+    channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Of a net.")] = False,
+    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="`example` fused, too.")] = False,
+    rounds: Rounds = 31,
+    device: Device = "auto",
+    threads: Threads = None,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time inference: `population`, which folds away as BatchNorm does, and `example` beside GroupNorm.
+
+    Without --model one norm, over shapes and layouts; with it a whole net. Outputs are compared with float64 first. On
+    a GPU what is timed is the replay of a CUDA graph.
+    """
+    from kalmannorm.lab.bench import inference as one_norm
+    from kalmannorm.lab.bench import inference_model
+    from kalmannorm.lab.bench.copying import copy_speed
+    from kalmannorm.lab.bench.op import SHAPES, cases, parse_batches, parse_shape
+    from kalmannorm.lab.bench.step_contenders import Case
+    from kalmannorm.lab.bench.turns import check_rounds
+
+    place = bench_output.ready(device, threads, output, plot)
+    check_rounds(rounds)
+    gpu = place.type == "cuda"
+    if model is not None:
+        net = Case(
+            model=model,
+            gradient_batch=batch,
+            image_size=image_size,
+            device=place,
+            channels_last=channels_last,
+            precision=precision,
+            cuda_graph=gpu,
+        )
+        size = parse_batches(batches, (batch, 1, 1, 1))[0]
+
+        def of_net(watch: Watch) -> Iterator[Rows]:
+            yield inference_model.measure(net, size, rounds, fused=fuse, watch=watch)
+
+        axes = {"panel": "model", "place": "contender", "line": ("model",)}
+        bench_output.show(of_net, _net_table, output=output, plot=plot, as_json=as_json, axes=axes)
+        return
+
+    chosen = [parse_shape(shape) for shape in shapes] if shapes else SHAPES[place.type]
+    words = [layout.strip() for layout in layouts.split(",")]
+    found = cases(chosen, words, dtype or ("bf16" if gpu else "float32"), place, batches, relu=relu)
+
+    def of_norm(watch: Watch) -> Iterator[Rows]:
+        watch("timing a copy")
+        copy = copy_speed(place)
+        for case in found:
+            yield one_norm.measure(case, rounds, copy=copy, watch=watch)
+
+    axes = {"panel": "layout", "place": "shape", "line": ("contender", "statistics_batch")}
+    bench_output.show(of_norm, _norm_table, output=output, plot=plot, as_json=as_json, axes=axes)
+
+
+def _norm_table(rows: Rows) -> tuple[str, Columns]:
+    first = rows[0]
+    followed = " + ReLU" if first["relu"] else ""
+    copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"
+    title = f"{first['shape']} {first['layout']} {first['dtype']}, inference{followed}, {first['device']}; {copy}"
+    return title, {
+        "": [row["contender"] for row in rows],
+        "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
+        "µs": [number(row["us"], 1) for row in rows],
+        "p20 – p80": [around(row, "us", 1) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        "÷ GroupNorm": [number(row["ratio_groupnorm"]) for row in rows],
+        "GB/s": [number(row["gb_per_s"], 0) for row in rows],
+        "% copy": [number(row["copy_percent"], 0) for row in rows],
+    }
+
+
+def _net_table(rows: Rows) -> tuple[str, Columns]:
+    first = rows[0]
+    graph = ", CUDA graph" if first["cuda_graph"] else ""
+    where = f"{first['layout']} {first['precision']}, inference, {first['device']}{graph}"
+    columns = {
+        "": [row["contender"] for row in rows],
+        "ms": [number(row["ms"]) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        "p20 – p80": [around(row, "ratio") for row in rows],
+        "÷ GroupNorm": [number(row["ratio_groupnorm"]) for row in rows],
+        "kernels": [number(row["kernels"], 0) for row in rows],
+    }
+    if first["kernels"] is None:
+        del columns["kernels"]
+    return f"{first['model']} {first['setting']}, {first['shape']} {where}", columns

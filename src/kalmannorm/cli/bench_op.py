@@ -1,0 +1,86 @@
+"""`kalmannorm bench op`: one norm, forward and backward, over shapes, layouts and statistics batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kalmannorm.cli import bench_output
+from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.bench.turns import Watch
+
+
+def op(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="Examples, channels, height, width, as 8x64x24x24; may be given several times."),
+    ] = None,
+    layouts: Annotated[str, typer.Option("--layout", help="NHWC (channels_last), NCHW or both.")] = "NHWC,NCHW",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bf16, fp16; bf16 on a GPU.")] = None,
+    batches: Annotated[str, typer.Option("--statistics-batches", help="Examples per group; N: all.")] = "2,N",
+    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="With a ReLU after the norm.")] = True,
+    level: Annotated[
+        str, typer.Option("--level", help="layer: with its running statistics; op: the function by itself.")
+    ] = "layer",
+    inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="A compiled BatchNorm too.")] = True,
+    rounds: Rounds = 31,
+    device: Device = "auto",
+    threads: Threads = None,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time one norm, forward and backward: BatchNorm, the same compiled, GroupNorm, ghost by reshape, and BKN.
+
+    Ratios are to BatchNorm, eager, in the same run. Outputs and gradients are compared with the naive reference in
+    float64 first. On a GPU what is timed is the replay of a CUDA graph. GB/s are over the bytes that the algorithm has
+    to move, and % is of what a large copy reaches here.
+    """
+    from kalmannorm.lab.bench.copying import copy_speed
+    from kalmannorm.lab.bench.op import SHAPES, cases, inductor_missing, measure, parse_shape
+    from kalmannorm.lab.bench.turns import check_rounds
+
+    place = bench_output.ready(device, threads, output, plot)
+    check_rounds(rounds)
+    chosen = [parse_shape(shape) for shape in shapes] if shapes else SHAPES[place.type]
+    dtype = dtype or ("bf16" if place.type == "cuda" else "float32")
+    words = [layout.strip() for layout in layouts.split(",")]
+    found = cases(chosen, words, dtype, place, batches, relu=relu, level=level)
+    missing = inductor_missing(place) if inductor else None
+    if missing is not None:
+        typer.echo(f"kalmannorm: without a compiled BatchNorm, because nothing compiles here: {missing}", err=True)
+
+    def runs(watch: Watch) -> Iterator[Rows]:
+        watch("timing a copy")
+        copy = copy_speed(place)
+        for case in found:
+            yield measure(case, rounds, copy=copy, inductor=inductor and missing is None, watch=watch)
+
+    axes = {"panel": "layout", "place": "shape", "line": ("contender", "statistics_batch")}
+    bench_output.show(runs, _table, output=output, plot=plot, as_json=as_json, axes=axes)
+
+
+def _table(rows: Rows) -> tuple[str, Columns]:
+    first = rows[0]
+    followed = " + ReLU" if first["relu"] else ""
+    copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"
+    title = (
+        f"{first['shape']} {first['layout']} {first['dtype']}, {first['level']}{followed}, {first['device']}; {copy}"
+    )
+    columns = {
+        "": [row["contender"] for row in rows],
+        "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
+        "µs": [number(row["us"], 1) for row in rows],
+        "p20 – p80": [around(row, "us", 1) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        "÷ inductor": [number(row["ratio_inductor"]) for row in rows],
+        "GB/s": [number(row["gb_per_s"], 0) for row in rows],
+        "% copy": [number(row["copy_percent"], 0) for row in rows],
+    }
+    if first["ratio_inductor"] is None:
+        del columns["÷ inductor"]
+    return title, columns

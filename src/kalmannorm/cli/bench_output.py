@@ -1,0 +1,97 @@
+"""What the benches print: one table per case as it comes, or JSON at the end; the CSV file grows with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from kalmannorm.lab.bench.turns import Watch
+
+Rows = list[dict[str, Any]]
+Columns = dict[str, list[str]]
+
+Rounds = Annotated[int, typer.Option("--rounds", help="Samples of each contender; they take turns.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; as torch sees fit.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write a CSV file, with origins.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw the ratios, as .png or .svg.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+
+
+def ready(device: str, threads: int | None, output: Path | None, plot: Path | None) -> torch.device:
+    """The device, made the current one; what cannot be written is said before the work."""
+    import torch
+
+    from kalmannorm.lab.bench.output import check_paths
+    from kalmannorm.lab.resolve import resolve
+
+    check_paths(output, plot)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = resolve(device)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def show(
+    runs: Callable[[Watch], Iterable[Rows]],
+    table: Callable[[Rows], tuple[str, Columns]],
+    *,
+    output: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    axes: dict[str, Any],
+) -> None:
+    """`runs` gives the rows of one case after the other, `table` their title and columns; `axes` are the chart's."""
+    from rich.console import Console
+
+    from kalmannorm.lab.bench.output import write_csv, write_plot
+    from kalmannorm.lab.origin import origin
+
+    source, rows = origin(), Rows()
+    status = Console(stderr=True, quiet=as_json).status("starting")
+    with status:
+        for found in runs(status.update):
+            rows += found
+            if output is not None:
+                write_csv(output, rows, source)
+            if not as_json:
+                _print(*table(found))
+    if plot is not None:
+        write_plot(plot, rows, f"{source['hardware']}, torch {source['torch']}", **axes)
+    if as_json:
+        typer.echo(json.dumps({"origin": source, "rows": rows}))
+    else:
+        shared = (
+            f"{rows[0]['rounds']} rounds; {source['hardware']}, {source['threads']} threads, torch {source['torch']}"
+        )
+        Console().print(shared, highlight=False, soft_wrap=True)
+
+
+def _print(title: str, columns: Columns) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in columns:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    Console().print(table, "")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def around(row: dict[str, Any], name: str, digits: int = 2) -> str:
+    """The 20th and the 80th percentile."""
+    return f"{number(row[f'{name}_p20'], digits)} – {number(row[f'{name}_p80'], digits)}"

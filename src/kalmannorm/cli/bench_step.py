@@ -1,0 +1,101 @@
+"""`kalmannorm bench step`: time, kernels and memory of a training step beside nn.BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kalmannorm.cli import bench_output
+from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.bench.turns import Watch
+
+
+def step(
+    model: Annotated[str, typer.Option("--model", help="One of the lab's nets, or a name of torchvision or timm.")] = (
+        "cifar-inception"
+    ),
+    setting: Annotated[str, typer.Option("--setting", "-s", help="Gradient and statistics batch.")] = "128,2",
+    batches: Annotated[
+        str | None, typer.Option("--statistics-batches", help="Several in one run, as 32,4,2; for the setting's.")
+    ] = None,
+    methods: Annotated[str, typer.Option("--methods", help="Of bn, brn, gn, ln, in, bkn, bkn-learned.")] = (
+        "bn,bkn,bkn-learned"
+    ),
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="Fused ones too: norm, sum and ReLU in a pass.")
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="nn.BatchNorm compiled, too.")] = False,
+    bound: Annotated[bool, typer.Option("--bound/--no-bound", help="The net without norms, too.")] = False,
+    cuda_graph: Annotated[
+        bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay each step as one; so on a GPU.")
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="float32, or bf16 under autocast.")] = "float32",
+    image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
+    channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Memory layout.")] = False,
+    rounds: Rounds = 15,
+    device: Device = "auto",
+    threads: Threads = None,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a training step, and its peak memory, as ratios to the same net with nn.BatchNorm in the same run.
+
+    Random images; forward, backward and optimizer. bn is batch norm on groups of the statistics batch. Memory is what
+    torch allocated at most. Results are checked first: nothing is timed where one is wrong.
+    """
+    from kalmannorm.lab.bench.step import bench
+    from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Entry, entries
+    from kalmannorm.lab.errors import LabError
+    from kalmannorm.lab.setting import Setting
+
+    place = bench_output.ready(device, threads, output, plot)
+    whole, size = Setting.parse(setting)
+    case = Case(
+        model=model,
+        gradient_batch=whole,
+        image_size=image_size,
+        device=place,
+        channels_last=channels_last,
+        precision=precision,
+        cuda_graph=place.type == "cuda" if cuda_graph is None else cuda_graph,
+    )
+    try:
+        sizes = [size] if batches is None else [int(word) for word in batches.split(",")]
+    except ValueError:
+        raise LabError(f"--statistics-batches {batches!r}: give numbers of examples, such as 32,4,2") from None
+    names = [name.strip() for name in methods.split(",")]
+    chosen = entries(whole, sizes, names, fused=fuse)
+    if compile:
+        chosen.insert(1, Entry(BASELINE, Setting(whole, whole), "inductor"))
+    if bound:
+        chosen.append(Entry(NONE, Setting(whole, whole)))
+
+    def runs(watch: Watch) -> Iterator[Rows]:
+        yield bench(case, chosen, rounds, watch=watch)
+
+    axes = {"panel": "model", "place": "setting", "line": ("method", "way")}
+    bench_output.show(runs, _table, output=output, plot=plot, as_json=as_json, axes=axes)
+
+
+def _table(rows: Rows) -> tuple[str, Columns]:
+    first = rows[0]
+    graph = ", CUDA graph" if first["cuda_graph"] else ""
+    title = f"{first['model']}, {first['shape']} {first['layout']} {first['precision']}, {first['device']}{graph}"
+    columns = {
+        "": [" ".join(filter(None, (row["method"], row["way"]))) for row in rows],
+        "setting": [row["setting"] for row in rows],
+        "ms": [number(row["ms"], 1 if first["ms"] > 100 else 2) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        "p20 – p80": [around(row, "ratio") for row in rows],
+        "kernels": [number(row["kernels"], 0) for row in rows],
+        "MiB": [number(row["peak_mib"], 0) for row in rows],
+        "MiB ratio": [number(row["peak_ratio"], 3) for row in rows],
+    }
+    if first["kernels"] is None:
+        del columns["kernels"]
+    return title, columns

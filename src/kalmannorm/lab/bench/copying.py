@@ -1,0 +1,43 @@
+"""How fast this machine's memory is: a large tensor copied, which reads and writes each byte once.
+
+The faster of `copy_` and, on a GPU, a plain Triton kernel, so that neither stands in for the memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kalmannorm.kernels.dispatch import fused
+from kalmannorm.lab.bench.timing import timed
+
+BYTES = {"cuda": 2**30, "cpu": 2**27}
+"""Far beyond any cache, and soon done."""
+SAMPLES = 9
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes per second, read and written ones together."""
+    source = torch.ones(BYTES[device.type] // 4, device=device)
+    target = torch.zeros_like(source)
+    ways: list[Callable[[], object]] = [lambda: target.copy_(source)]
+    if device.type == "cuda" and fused(device.index or 0) is not None:
+        from kalmannorm.lab.bench.triton_copy import copy
+
+        ways.append(lambda: copy(source, target))
+    return max(_speed(way, source, target) for way in ways)
+
+
+def _speed(way: Callable[[], object], source: Tensor, target: Tensor) -> float:
+    def call() -> Sequence[Tensor]:
+        way()
+        return (target,)
+
+    once = timed(call, source.device, graph=source.is_cuda, sample=0.01)
+    (copied,) = once.results()
+    assert torch.equal(copied, source), "a copy that does not copy tells nothing"
+    seconds = statistics.median(once.seconds().clock for _ in range(SAMPLES))
+    return 2 * source.numel() * source.element_size() / seconds

@@ -1,0 +1,153 @@
+"""No net is timed that does not compute what it should; all on copies, so that no statistic has moved by then.
+
+A step, as it will be timed, gives a finite loss and a gradient to every parameter. In float32 the net's logits and
+gradients are those of the same net, unfused, in float64; groups in one pass are what as many passes of one group give;
+and batch norm on one group is nn.BatchNorm.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from kalmannorm.accumulation import accumulate_statistics
+from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry
+from kalmannorm.lab.bench.timing import Timed
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.methods import method
+
+TOLERANCE = 1e-3
+"""Of losses and logits, relative: float32 rounds differently in another order of summation, and layers add that up."""
+GRADIENTS = 3e-2
+"""Of all gradients as one vector: where rounding takes a value to the other side of a ReLU, one of them jumps."""
+MOST = 16
+"""Examples that are computed in float64."""
+LOSS = 3e-2
+"""Of the loss in the precision that is timed."""
+
+
+def check(case: Case, contender: Contender) -> None:
+    """Raise where a contender is not what it says."""
+    entry = contender.entry
+    if entry.method == NONE:
+        return
+    if entry.way == "inductor":
+        _check_compiled(contender)
+        return
+    _check_step(Contender(case, entry, copy.deepcopy(contender.model), contender.images, contender.labels))
+    with full_float32():
+        _check_gradients(case, contender)
+        if entry.method == BASELINE:
+            whole = case.build(Entry("bn", entry.setting))
+            found, expected = (_loss(model, contender) for model in (whole, copy.deepcopy(contender.model)))
+            _close("bn", "with one group its loss is not that of nn.BatchNorm", found, expected)
+        elif method(entry.method).groups:
+            _check_groups(contender)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Convolutions without TF32, whose eleven bits would hide an error of a thousandth."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def _check_step(trial: Contender) -> float:
+    name, loss = str(trial.entry), float(trial.step())
+    _require(name, "its loss is not a number", loss == loss and abs(loss) != float("inf"))
+    for key, parameter in trial.model.named_parameters():
+        gradient = parameter.grad
+        _require(name, f"{key} has no gradient", gradient is not None)
+        assert gradient is not None
+        _require(name, f"the gradient of {key} is not finite", bool(gradient.isfinite().all()))
+    return loss
+
+
+def _check_compiled(contender: Contender) -> None:
+    """As it is, because compiling a copy would take as long again: its state is put back."""
+    plain = Contender(
+        contender.case, Entry(BASELINE, contender.entry.setting), contender.model, contender.images, contender.labels
+    )
+    start = copy.deepcopy(contender.model.state_dict())
+    losses = []
+    for one in (plain, contender):
+        losses.append(_check_step(one))
+        contender.model.load_state_dict(start)
+        one.optimizer.state.clear()
+    _close(str(contender.entry), "its loss is not that of the plain net", losses[1], losses[0], limit=LOSS)
+
+
+def check_replay(contender: Contender, ready: Timed) -> None:
+    """A step that was captured gives the loss of one that was not."""
+    if contender.entry.method != NONE:
+        eager, replayed = float(contender.step()), float(ready.results()[0])
+        _close(str(contender.entry), "the loss of its CUDA graph is not that of a step", replayed, eager, limit=LOSS)
+
+
+def _check_gradients(case: Case, contender: Contender) -> None:
+    few = min(max(2 * contender.entry.setting.statistics_batch, 4), MOST)
+    images, labels = contender.images[:few], contender.labels[:few]
+    results: list[tuple[Tensor, Tensor]] = []
+    for model in (copy.deepcopy(contender.model), case.build(contender.entry._replace(way="")).double()):
+        _only_norms_train(model)
+        logits = model(images.to(next(model.parameters()).dtype))
+        parameters = list(model.parameters())
+        parts = torch.autograd.grad(F.cross_entropy(logits, labels), parameters)
+        results.append((logits.detach().double(), torch.cat([part.double().flatten() for part in parts])))
+    (logits, gradients), (true_logits, true_gradients) = results
+    name = str(contender.entry)
+    _close(name, "its logits are not those in float64", _size(logits - true_logits), 0.0, scale=_size(true_logits))
+    error = float((gradients - true_gradients).norm() / true_gradients.norm())
+    _require(name, f"its gradients are not those in float64: off by {error:.1e}", error < GRADIENTS)
+
+
+def _only_norms_train(model: nn.Module) -> None:
+    """Dropout and its like would draw other numbers."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, _NormBase):
+            module.train()
+
+
+def _loss(model: nn.Module, like: Contender) -> float:
+    _only_norms_train(model)
+    with torch.no_grad():
+        return float(F.cross_entropy(model(like.images), like.labels))
+
+
+@torch.no_grad()
+def _check_groups(contender: Contender) -> None:
+    model, size = copy.deepcopy(contender.model), contender.entry.setting.statistics_batch
+    _only_norms_train(model)
+    few = contender.images[: 4 * size]
+    with accumulate_statistics(model):  # Batch Renorm's correction must be that of one pass
+        together = model(few)
+        apart = torch.cat([model(group) for group in torch.split(few, size)])
+    name = str(contender.entry)
+    _close(name, "its groups depend on each other", _size(together - apart), 0.0, scale=_size(together))
+
+
+def _size(logits: Tensor) -> float:
+    return float(logits.abs().max())
+
+
+def _close(
+    name: str, fault: str, found: float, expected: float, *, scale: float | None = None, limit: float = TOLERANCE
+) -> None:
+    error = abs(found - expected) / (abs(expected) if scale is None else scale)
+    _require(name, f"{fault}: off by {error:.1e}", error < limit)
+
+
+def _require(name: str, fault: str, right: bool) -> None:
+    if not right:
+        raise LabError(f"{name} is wrong, so nothing is timed: {fault}")

@@ -1,0 +1,151 @@
+"""Nets that are timed beside each other: the same net, from the same weights, with one norm or another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kalmannorm.fusion import fuse
+from kalmannorm.lab import models
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.methods import method, normalized
+from kalmannorm.lab.optimizing import optimizer_of
+from kalmannorm.lab.peak import peak_bytes
+from kalmannorm.lab.recipe import Recipe
+from kalmannorm.lab.setting import Setting
+from kalmannorm.registry import known
+
+BASELINE, NONE = "nn.BatchNorm", "none"
+PRECISIONS = ("float32", "bf16")
+
+
+class Entry(NamedTuple):
+    """A contender before it is built: `BASELINE`, one of the lab's methods, or `NONE`: no norms at all."""
+
+    method: str
+    setting: Setting
+    way: str = ""
+    """ "fused" by `kalmannorm.fuse`, or compiled by "inductor"."""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.method, str(self.setting), self.way)))
+
+
+def entries(
+    gradient_batch: int, statistics_batches: Sequence[int], methods: Sequence[str], *, fused: bool = False
+) -> list[Entry]:
+    """nn.BatchNorm, then every method at every statistics batch that matters to it; fused ones beside their like."""
+    whole = Setting(gradient_batch, gradient_batch)
+    settings = [Setting(gradient_batch, size).checked() for size in dict.fromkeys(statistics_batches)]
+    found = [Entry(BASELINE, whole)]
+    for name in dict.fromkeys(methods):
+        grouped = method(name).groups
+        for setting in settings if grouped else [whole]:
+            found += [Entry(name, setting, way) for way in (("", "fused") if fused and grouped else ("",))]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all contenders share."""
+
+    model: str
+    gradient_batch: int
+    device: torch.device
+    image_size: int | None = None
+    """None: 32 for CIFAR's nets, 8 for the digits', else 224."""
+    channels_last: bool = False
+    precision: str = "float32"
+    """ "bf16": under autocast."""
+    cuda_graph: bool = False
+
+    @property
+    def _kind(self) -> tuple[int, int, int]:
+        """Image size, channels and classes."""
+        kinds = {"cifar": (32, 3, 10), "digits": (8, 1, 10)}
+        return kinds.get(self.model.split("-")[0], (224, 3, 1000))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        size, channels, _ = self._kind
+        return channels, self.image_size or size, self.image_size or size
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(self.gradient_batch, *self.shape, generator=generator)
+        labels = torch.randint(self._kind[2], (self.gradient_batch,), generator=generator)
+        return self.placed(images), labels.to(self.device)
+
+    def placed(self, images: Tensor) -> Tensor:
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.to(self.device, memory_format=layout)
+
+    def build(self, entry: Entry) -> nn.Module:
+        """The net with its norms; all start from the same weights. `way` "inductor" is left to the contender."""
+        torch.manual_seed(0)
+        model = models.build(self.model, classes=self._kind[2], shape=self.shape).to(self.device)
+        if self.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if entry.method == BASELINE:
+            return model
+        if entry.method == NONE:
+            return without_norms(model)
+        example = self.placed(torch.zeros(2, *self.shape))
+        size = entry.setting.statistics_batch
+        model = normalized(model, entry.method, example, statistics_batch=size, steps=10_000)
+        return fuse(model, example.normal_(), inplace=True) if entry.way == "fused" else model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        # A graph must hold the casts of the weights, not what an earlier step had cast.
+        half = self.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=not self.cuda_graph)
+
+    def checked(self) -> Case:
+        if self.precision not in PRECISIONS:
+            raise LabError(f"--precision {self.precision!r}: choose float32 or bf16")
+        if self.cuda_graph and self.device.type != "cuda":
+            raise LabError("--cuda-graph needs a GPU; leave it out on a CPU")
+        return self
+
+
+def without_norms(model: nn.Module) -> nn.Module:
+    """What the net would cost if norms were free; children that a norm applies to its result stay."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            kind = known(child)
+            if kind is not None:
+                setattr(parent, name, nn.Sequential(*(getattr(child, follower) for follower in kind.then)))
+    return model
+
+
+class Contender:
+    """A net, its optimizer and one step on the batch."""
+
+    def __init__(self, case: Case, entry: Entry, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        self.case, self.entry, self.model, self.images, self.labels = case, entry, model, images, labels
+        run: Any = torch.compile(model, dynamic=False) if entry.way == "inductor" else model
+        self.run: nn.Module = run
+        # A rate at which a hundred steps on one batch change nothing but the last digits.
+        self.optimizer = optimizer_of(model, Recipe(learning_rate=1e-6))
+
+    def step(self) -> Tensor:
+        """Forward, loss, backward and optimizer; gradients are made anew, so a graph of it need not clear them."""
+        self.optimizer.zero_grad()
+        with self.case.autocast():
+            loss = F.cross_entropy(self.run(self.images), self.labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    def peak(self) -> int:
+        """To be asked after a step, when the optimizer holds what it will hold."""
+        self.optimizer.zero_grad()
+        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        held = [*self.model.parameters(), *self.model.buffers(), *state, self.images, self.labels]
+        return peak_bytes(self.step, held, self.images.device)

@@ -1,0 +1,97 @@
+"""What a norm has to give: the naive reference of `kernels/reference.py` in float64, its output and every gradient.
+
+Behind a ReLU, the gradient of x at a value that lies within rounding of 0 is either of two, and not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm.kernels import reference
+from kalmannorm.lab.errors import LabError
+
+EPS = 1e-5
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Relative to the largest value of each result."""
+PARTS = ("output", "gradient of x", "of weight", "of bias", "of prior mean", "of prior var", "of gain")
+
+
+class Truth(NamedTuple):
+    results: list[Tensor]
+    """In the order of `PARTS`; without a prior three gradients."""
+    certain: Tensor | None = None
+    """Where the gradient of x is one number: not where a ReLU's argument is as good as 0. None: everywhere."""
+
+
+def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bool, strided: bool = False) -> Truth:
+    """Groups of `size` neighbours, or strided ones, of every (N / size)-th example.
+
+    The leaves are x, γ, β and, if there is a prior, its mean and variance and the gain.
+    """
+    doubled = _doubled(leaves)
+    x, weight, bias, *filtered = doubled
+    mean, var, gain = filtered or (None, None, None)
+    order = torch.arange(x.shape[0], device=x.device)
+    if strided:
+        order = order.view(size, -1).t().reshape(-1)
+    y = reference.batch_kalman_norm(x[order], mean, var, gain, weight, bias, size, EPS)[0]
+    return _finished(y[order.argsort()], doubled, upstream, relu)
+
+
+def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu: bool) -> Truth:
+    """GroupNorm: every group of channels of every example is a channel of its own, of one example."""
+    doubled = _doubled(leaves)
+    x, weight, bias = doubled
+    one = x.reshape(1, x.shape[0] * groups, -1)
+    y = reference.batch_kalman_norm(one, None, None, None, None, None, 1, EPS)[0].reshape(x.shape)
+    return _finished(y * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1), doubled, upstream, relu)
+
+
+def of_population(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, relu: bool) -> Tensor:
+    """A gain of 0 trusts the prior alone, in whose place the running statistics are."""
+    gain = torch.zeros((), dtype=torch.float64, device=x.device)
+    prior_mean, prior_var = mean.double().unsqueeze(0), var.double().unsqueeze(0)
+    affine = weight.double(), bias.double()
+    return reference.batch_kalman_norm(x.double(), prior_mean, prior_var, gain, *affine, 0, EPS, None, relu)[0]
+
+
+def of_example(leaves: Sequence[Tensor], mean: Tensor, var: Tensor, size: int, *, relu: bool) -> Tensor:
+    """Every example among size - 1 average ones, whose moments are given; leaves as in `of_groups`, with a prior."""
+    x, weight, bias, prior_mean, prior_var, q = (leaf.detach().double() for leaf in leaves)
+    mean, var, shape = mean.double(), var.double(), (-1, x.shape[1], 1, 1)
+    first = (x.mean((2, 3)) + (size - 1) * mean) / size
+    second = (x.square().mean((2, 3)) + (size - 1) * (var + mean.square())) / size
+    mean_post = (1 - q) * prior_mean + q * first
+    second_post = (1 - q) * (prior_var + prior_mean.square()) + q * second
+    deviation = torch.sqrt(second_post - mean_post.square() + EPS)
+    y = (x - mean_post.view(shape)) / deviation.view(shape) * weight.view(shape) + bias.view(shape)
+    return torch.relu(y) if relu else y
+
+
+def _doubled(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+def _finished(y: Tensor, doubled: list[Tensor], upstream: Tensor, relu: bool) -> Truth:
+    before = y.detach()
+    certain = before.abs() > 1e-3 if relu else None
+    y = torch.relu(y) if relu else y
+    return Truth([y.detach(), *torch.autograd.grad(y, doubled, upstream.double())], certain)
+
+
+def check(what: str, results: Sequence[Tensor], truth: Truth) -> float:
+    """The largest error; raises where it is more than rounding."""
+    tolerance, worst = TOLERANCE[results[0].dtype], 0.0
+    for part, found, expected in zip(PARTS, results, truth.results, strict=False):
+        off = (found.double() - expected).abs()
+        if part == "gradient of x" and truth.certain is not None:
+            off = torch.where(truth.certain, off, 0)
+        error = float(off.max() / expected.abs().max())
+        if not error < tolerance:
+            raise LabError(f"{what} is wrong, so nothing is timed: {part} is off by {error:.1e}, not {tolerance:.0e}")
+        worst = max(worst, error)
+    return worst
