@@ -12,7 +12,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kalmannorm import Moments  # noqa: E402
-from kalmannorm.kernels import triton_launch, triton_op, triton_tracking  # noqa: E402
+from kalmannorm.kernels import triton_launch, triton_op, triton_predict, triton_tracking  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
@@ -87,3 +87,14 @@ def test_tracking(kind, groups, compiled):
     )  # fmt: skip
     alone = groups == 3
     assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
+
+
+@pytest.mark.parametrize("groups", [1, 16, 70], ids=["one group", "one tile", "several"])
+@pytest.mark.parametrize("gains", [1, 200], ids=["one gain", "gains"])
+def test_predicting(groups, gains, compiled):
+    C, P = 200, 48
+    rows = torch.ones(groups, P), torch.ones(groups, P), torch.ones(C, P), torch.ones(()), torch.ones(gains)
+    *at, gain = triton_predict.forward(*rows)
+    triton_predict.backward(*at, gain, *rows, True)
+    assert compiled.keys() == {"predict_kernel", "predict_backward_kernel", "predict_fold_kernel"}
+    assert "ld.global.v4" in compiled["predict_backward_kernel"]

@@ -318,10 +318,12 @@ class BatchKalmanNorm(GroupedNorm):
         check_previous(previous, self.prior_features, carried=self.transition is None)
         if previous.mean.shape[0] not in (1, rows):
             previous = previous.pooled()
+        if self.transition is None:
+            gain = getattr(previous, "gain", None)  # computed with the prior, for many norms at once
+            return previous, self.gain if gain is None else gain
         full = self.covariance == "full"
-        prior = previous if self.transition is None else self.transition(previous, full)
-        gain = getattr(previous, "gain", None)  # computed with the prior, for many norms at once
-        return prior, self.gain if gain is None else gain
+        fused = None if full or self.gain_logit is None else self.transition.fused(previous, self.gain_logit)
+        return fused or (self.transition(previous, full), self.gain)
 
     def _warn_without_previous(self) -> None:
         """A forgotten `previous` would otherwise pass for a filter that never learns."""

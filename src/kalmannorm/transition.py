@@ -7,11 +7,16 @@ the very weights that lie between the two norms (see `kalmannorm.moments`), and 
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from kalmannorm import filter as kalman
-from kalmannorm.moments import Moments
+from kalmannorm.functional import transformed
+from kalmannorm.kernels.dispatch import on_device_of, predicting_for
+from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
 TRANSITIONS = ("learned", "identity", "weights")
@@ -74,6 +79,17 @@ class LearnedTransition(nn.Module):
         """A itself, (C, P)."""
         return self.matrix if self.rank is None else self.left @ self.right
 
+    def fused(self, previous: Moments, logit: Tensor) -> tuple[Moments, Tensor] | None:
+        """Prior and gain in one launch, on devices that can; None where they are computed one by one."""
+        if self.rank is not None or transformed():
+            return None
+        tensors = previous.mean, previous.var, self.matrix, self.shared_noise(), logit
+        run = predicting_for(*tensors)
+        if run is None:
+            return None
+        mean, var, gain = _Predicted.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        return Moments(mean, var), gain
+
     def forward(self, previous: Moments, full: bool = False) -> Moments:
         with full_precision(previous.mean.device):
             matrix = self.dense()
@@ -82,3 +98,35 @@ class LearnedTransition(nn.Module):
 
     def extra_repr(self) -> str:
         return f"prior_features={self.prior_features}" + ("" if self.rank is None else f", rank={self.rank}")
+
+
+def _one_by_one(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, ...]:
+    prior = kalman.predict(Moments(mean, var), matrix, noise.abs())
+    return prior.mean, prior.var, kalman.gain_of(logit)
+
+
+class _Predicted(torch.autograd.Function):
+    """`_one_by_one` by the kernels of `run`."""
+
+    @staticmethod
+    def forward(ctx: Any, run: ModuleType, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        with on_device_of(tensors[0]):
+            results: tuple[Tensor, ...] = run.forward(*(tensor.contiguous() for tensor in tensors))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *closed.again(_one_by_one, tensors, at)
+        if at[0] is None and at[1] is None:
+            return None, None, None, None, None, None if at[2] is None else at[2] * kalman.gain_slope(tensors[4])
+        rows = (tensors[0].shape[0], tensors[2].shape[0])
+        arrived = [tensors[0].new_zeros(rows) if grad is None else grad.contiguous() for grad in at[:2]]
+        gain = None if at[2] is None else at[2].contiguous()
+        with on_device_of(tensors[0]):
+            given = (tensor.contiguous() for tensor in tensors)
+            return None, *ctx.run.backward(*arrived, gain, *given, ctx.needs_input_grad[3])

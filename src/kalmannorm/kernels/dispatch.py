@@ -40,6 +40,22 @@ def tracking_for(rows: Tensor) -> Callable[..., None] | None:
     return triton_tracking.track
 
 
+def predicting_for(*tensors: Tensor) -> ModuleType | None:
+    """`triton_predict`, where it can read all of these; it is no op either."""
+    mean, _, matrix, *_ = tensors
+    if torch.compiler.is_compiling() or mean.device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    plain = (Tensor, torch.nn.Parameter)
+    if any(type(t) not in plain or t.dtype != torch.float32 or t.device != mean.device for t in tensors):
+        return None
+    # Shares of gradients are counted in 32 bits.
+    if 2 * mean.numel() * matrix.shape[0] >= 2**31 or fused(mean.device.index) is None:
+        return None
+    from kalmannorm.kernels import triton_predict
+
+    return triton_predict
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of x."""
     if x.device.type != "cuda":
