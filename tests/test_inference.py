@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -178,3 +179,35 @@ def test_export_holds_no_trace_of_us(mode, channels_last, attribute):
         torch.testing.assert_close(program.module()(z), net(z), rtol=1e-5, atol=1e-5)
     held = [norm.posterior for norm in net.norms]
     assert held == [None] * 3 or all(type(posterior.mean) is torch.Tensor for posterior in held)
+
+
+@pytest.mark.parametrize("finish", [{}, {"relu": True}, {"relu": True, "residual": True}], ids=["", "relu", "residual"])
+@pytest.mark.parametrize("prior", [None, 1, "rows"], ids=["no prior", "one row", "rows"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("mode", ["batch", "example"])
+def test_the_op_infers_what_plain_operations_do(mode, size, prior, finish, monkeypatch):
+    """Exports run in plain operations, everything else in the op: the numbers and gradients are the same."""
+    C, x = 3, (3 + 2 * torch.randn(6, 3, 4, 5)).double()
+    layer = BatchKalmanNorm2d(
+        C, prior_features=C, transition="identity", per_channel_gain=True, statistics_batch_size=size, inference=mode
+    ).double()
+    with torch.no_grad():
+        for tensor in (layer.weight, layer.bias, layer.gain_logit, layer.observed_mean, layer.observed_var):
+            tensor.uniform_(0.2, 2)
+    layer.eval()
+    rows = {None: 0, 1: 1, "rows": 6 if mode == "example" else -(-6 // size)}[prior]
+    previous = Moments(torch.randn(rows, C).double(), torch.rand(rows, C).double() + 0.1) if rows else None
+    options = {**finish, "residual": torch.randn_like(x)} if "residual" in finish else finish
+
+    def inferred():
+        given = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a layer that was called without its prior
+            y, posterior = layer(given, previous, return_posterior=True, **options)
+        parameters = [given, layer.weight, layer.bias, *([layer.gain_logit] if rows else [])]
+        return [y, *posterior[:2], *torch.autograd.grad(y.square().sum(), parameters)]
+
+    found = inferred()
+    monkeypatch.setattr("kalmannorm.grouped.plainly", lambda: True)
+    for a, b in zip(found, inferred(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

@@ -20,7 +20,7 @@ from kalmannorm.functional import normalize, transformed
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import among_average
+from kalmannorm.statistics import among_average, expected_of_example
 from kalmannorm.tracking import TrackedNorm
 
 Inference = Literal["population", "batch", "example"]
@@ -38,6 +38,11 @@ def exporting() -> bool:
     Not `torch.compiler.is_exporting`, which dynamo takes for True under `torch.compile` too (torch 2.10).
     """
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def plainly() -> bool:
+    """Whether inference runs in operations that every exporter knows, and that compilers fuse, instead of the op."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 class GroupedNorm(TrackedNorm):
@@ -126,12 +131,14 @@ class GroupedNorm(TrackedNorm):
             if alike:
                 return self._forward_train(x, previous, residual, relu)
             y, posterior = self._forward_train(x, previous)
-        elif not self.track_running_stats or self.inference == "batch":
-            y, posterior = self._forward_batch(x, previous)
-        elif self.inference == "example":
-            y, posterior = self._forward_example(x, previous)
-        else:
+        elif self.track_running_stats and self.inference == "population":
             y, posterior = self._forward_population(x)
+        else:
+            single = self.track_running_stats and self.inference == "example"
+            infer = self._forward_example if single else self._forward_batch
+            if alike and not plainly():
+                return infer(x, previous, residual, relu)
+            y, posterior = infer(x, previous)
         # y is new and nobody else's, so it may be written over; transforms and compilers want to see values only.
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else plain.finish)(y, residual, relu), posterior
@@ -241,11 +248,16 @@ class GroupedNorm(TrackedNorm):
         y = take_part(F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps), idle)
         return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
 
-    def _forward_batch(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+    def _forward_batch(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
         if prior is None and not exporting():
             check_enough_values(x, self.statistics_batch_size)
-        y, posterior, _ = self._normalize_plainly(x, prior, gain)
+        if plainly():
+            y, posterior, _ = self._normalize_plainly(x, prior, gain)
+        else:
+            y, posterior, _ = self._normalize(x, prior, gain, residual, relu)
         return take_part(y, self._idle(prior)), posterior
 
     def _normalize_plainly(
@@ -255,7 +267,9 @@ class GroupedNorm(TrackedNorm):
         size = self.statistics_batch_size
         return plain.normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
 
-    def _forward_example(self, x: Tensor, previous: Moments | None) -> tuple[Tensor, Moments]:
+    def _forward_example(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
         self.check_inference("example")
         prior, gain = self._predict(previous, x.shape[0])
         if prior is None and self.statistics_batch_size == 1:
@@ -263,9 +277,16 @@ class GroupedNorm(TrackedNorm):
         assert self.observed_mean is not None and self.observed_var is not None
         assert self.statistics_batch_size is not None
         average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))
-        observation = among_average(plain.observe_examples(x), average, self.statistics_batch_size)
-        posterior = plain.fuse(prior, observation, gain)
-        y = plain.apply(x, posterior, self.weight, self.bias, 1, self.eps)
+        if plainly():
+            observation = among_average(plain.observe_examples(x), average, self.statistics_batch_size)
+            posterior = plain.fuse(prior, observation, gain)
+            y = plain.apply(x, posterior, self.weight, self.bias, 1, self.eps)
+        else:
+            expected, trust = expected_of_example(prior, gain, average, self.statistics_batch_size)
+            y, posterior, _ = normalize(
+                x, expected, trust, self.weight, self.bias,
+                statistics_batch_size=1, eps=self.eps, residual=residual, relu=relu,
+            )  # fmt: skip
         return take_part(y, self._idle(prior)), posterior
 
     def _groups(self, x: Tensor) -> int:

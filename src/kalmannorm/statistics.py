@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmannorm import filter as kalman
 from kalmannorm.groups import group_sizes
 from kalmannorm.moments import Moments
 
@@ -53,6 +54,20 @@ def among_average(example: Moments, average: Moments, size: int) -> Moments:
     mean = a * example.mean + (1 - a) * average.mean
     var = a * (example.var + (example.mean - mean).square()) + (1 - a) * (average.var + (average.mean - mean).square())
     return Moments(mean, var)
+
+
+def expected_of_example(
+    prior: Moments | None, gain: Tensor | None, average: Moments, size: int
+) -> tuple[Moments | None, Tensor | None]:
+    """What `update` fuses with an example alone, and the trust in it, to give what its virtual group fused with the
+    prior would: both are mixtures, of which the prior and the average ones make one part."""
+    share = 1 / size
+    row = Moments(average.mean.unsqueeze(0), average.var.unsqueeze(0))
+    if prior is None or gain is None:
+        return (None, None) if size == 1 else (row, torch.full((), share, device=row.mean.device, dtype=row.mean.dtype))
+    prior, gain = prior.to(row.mean.dtype), gain.to(row.mean.dtype)
+    trust = gain * share
+    return kalman.update(prior, row, (gain - trust) / (1 - trust)), trust
 
 
 def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
