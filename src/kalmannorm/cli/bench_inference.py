@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+from kalmannorm.cli.bench_output import (
+    AsJson,
+    Columns,
+    Device,
+    Output,
+    Plot,
+    Rounds,
+    Rows,
+    Threads,
+    around,
+    micro,
+    number,
+)
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
@@ -93,8 +105,8 @@ def _norm_table(rows: Rows) -> tuple[str, Columns]:
     return title, {
         "": [row["contender"] for row in rows],
         "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
-        "µs": [number(row["us"], 1) for row in rows],
-        "p20 – p80": [around(row, "us", 1) for row in rows],
+        "µs": [micro(row["us"]) for row in rows],
+        "p20 – p80": [around(row, "us", micro) for row in rows],
         "ratio": [number(row["ratio"]) for row in rows],
         "÷ GroupNorm": [number(row["ratio_groupnorm"]) for row in rows],
         "GB/s": [number(row["gb_per_s"], 0) for row in rows],

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+from kalmannorm.cli.bench_output import (
+    AsJson,
+    Columns,
+    Device,
+    Output,
+    Plot,
+    Rounds,
+    Rows,
+    Threads,
+    around,
+    micro,
+    number,
+)
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
@@ -74,8 +86,8 @@ def _table(rows: Rows) -> tuple[str, Columns]:
     columns = {
         "": [row["contender"] for row in rows],
         "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
-        "µs": [number(row["us"], 1) for row in rows],
-        "p20 – p80": [around(row, "us", 1) for row in rows],
+        "µs": [micro(row["us"]) for row in rows],
+        "p20 – p80": [around(row, "us", micro) for row in rows],
         "ratio": [number(row["ratio"]) for row in rows],
         "÷ inductor": [number(row["ratio_inductor"]) for row in rows],
         "GB/s": [number(row["gb_per_s"], 0) for row in rows],

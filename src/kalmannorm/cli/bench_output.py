@@ -80,7 +80,7 @@ def _print(title: str, columns: Columns) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in columns:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for cells in zip(*columns.values(), strict=True):
@@ -92,6 +92,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def around(row: dict[str, Any], name: str, digits: int = 2) -> str:
+def micro(value: float) -> str:
+    """Microseconds, with no more digits than matter."""
+    return number(value, 1 if value < 1000 else 0)
+
+
+def around(row: dict[str, Any], name: str, written: Callable[[float], str] = number) -> str:
     """The 20th and the 80th percentile."""
-    return f"{number(row[f'{name}_p20'], digits)} – {number(row[f'{name}_p80'], digits)}"
+    return f"{written(row[f'{name}_p20'])} – {written(row[f'{name}_p80'])}"

@@ -18,12 +18,15 @@ UNROLLED = 8
 """Calls in one CUDA graph."""
 
 
+Error = Callable[[Sequence[Tensor]], float]
+"""Of these results; raises where it is too large."""
+
+
 class Entrant(NamedTuple):
     name: str
     statistics_batch: int | str | None
-    call: Call
-    error: Callable[[Sequence[Tensor]], float]
-    """Of these results; raises where it is too large."""
+    prepare: Callable[[], tuple[Call, Error]]
+    """What is timed, and its check."""
     passes: int
     """Reads and writes of a tensor like x that the algorithm cannot do without."""
 
@@ -47,15 +50,16 @@ def compare(
     for number, entrant in enumerate(entrants):
         watch(f"checking {entrant.name}")
         gpu = device.type == "cuda"
-        once = timed(entrant.call, device, graph=gpu, sample=SAMPLE[device.type], unrolled=UNROLLED)
-        errors.append(entrant.error(once.results()))
+        call, error = entrant.prepare()
+        once = timed(call, device, graph=gpu, sample=SAMPLE[device.type], unrolled=UNROLLED)
+        errors.append(error(once.results()))
         timers[str(number)] = once.seconds
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     times = list(take_turns(timers, rounds, watch).values())
     names = [entrant.name for entrant in entrants]
     others = {column: times[names.index(name)] if name in names else None for column, name in against.items()}
     rows = []
-    for entrant, own, error in zip(entrants, times, errors, strict=True):
+    for entrant, own, off in zip(entrants, times, errors, strict=True):
         us = spread("us", [1e6 * seconds.clock for seconds in own], 2)
         speed = entrant.passes * like.numel() * like.element_size() / (1e-6 * (us["us"] or 0.0))
         rows.append(
@@ -72,7 +76,7 @@ def compare(
                 "gb_per_s": round(speed / 1e9, 1),
                 "copy_gb_per_s": round(copy / 1e9, 1),
                 "copy_percent": round(100 * speed / copy, 1),
-                "error": float(f"{error:.1e}"),
+                "error": float(f"{off:.1e}"),
                 "rounds": rounds,
                 "load": None if load is None else round(load, 1),
             }

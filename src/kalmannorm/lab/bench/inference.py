@@ -19,17 +19,15 @@ from torch.nn import functional as F
 
 from kalmannorm.graph.together import Prior
 from kalmannorm.grouped import Inference
-from kalmannorm.lab.bench.comparing import Entrant, compare
+from kalmannorm.lab.bench.comparing import Entrant, Error, compare
 from kalmannorm.lab.bench.op import DTYPES, LAYOUTS, Case
-from kalmannorm.lab.bench.op_contenders import BASELINE, Forward, Inputs, channel_groups
+from kalmannorm.lab.bench.op_contenders import BASELINE, GROUPNORM, Forward, Inputs, channel_groups
 from kalmannorm.lab.bench.timing import Call
-from kalmannorm.lab.bench.truth import EPS, Truth, check, of_channels, of_example, of_population
+from kalmannorm.lab.bench.truth import EPS, check, of_channels, of_example, of_population
 from kalmannorm.lab.bench.turns import Watch
 from kalmannorm.lab.records import Record
 from kalmannorm.moments import Moments
 from kalmannorm.norm import BatchKalmanNorm2d
-
-GROUPNORM = "GroupNorm"
 
 
 def measure(case: Case, rounds: int, *, copy: float, watch: Watch = lambda _: None) -> list[Record]:
@@ -51,10 +49,10 @@ def measure(case: Case, rounds: int, *, copy: float, watch: Watch = lambda _: No
 def _entrant(
     name: str, case: Case, size: int | str | None, forward: Forward, x: Tensor, truth: Callable[[], Tensor], passes: int
 ) -> Entrant:
-    def error(results: Sequence[Tensor]) -> float:
-        return check(f"{name} at {case}", results, Truth([truth()]))
+    def prepare() -> tuple[Call, Error]:
+        return _without_gradients(forward, x.detach()), partial(check, f"{name} at {case}", expected=[truth()])
 
-    return Entrant(name, size, _without_gradients(forward, x.detach()), error, passes)
+    return Entrant(name, size, prepare, passes)
 
 
 def _without_gradients(forward: Forward, x: Tensor) -> Call:

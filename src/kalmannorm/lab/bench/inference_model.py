@@ -24,7 +24,7 @@ from kalmannorm.deploy import fold, freeze_priors
 from kalmannorm.fusion import fuse
 from kalmannorm.lab.bench.step_checks import TOLERANCE, full_float32
 from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Entry
-from kalmannorm.lab.bench.timing import Timed, count_kernels, timed
+from kalmannorm.lab.bench.timing import Call, Timed, count_kernels, timed
 from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ratios, spread, take_turns
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import normalized
@@ -59,18 +59,12 @@ def measure(
 def _rows(
     case: Case, nets: dict[str, nn.Module], images: Tensor, statistics_batch: int, rounds: int, watch: Watch
 ) -> list[Record]:
+    calls = {name: _forward(case, net, images) for name, net in nets.items()}
     ready: dict[str, Timed] = {}
-    kernels: dict[str, int | None] = {}
-    for name, net in nets.items():
-
-        def call(net: nn.Module = net) -> Sequence[Tensor]:
-            with torch.no_grad(), case.autocast():
-                return (net(images),)
-
+    for name, call in calls.items():
         watch(f"warming up {name}")
         ready[name] = timed(call, case.device, graph=case.cuda_graph, sample=SAMPLE[case.device.type])
         _require(name, "its logits are not finite", bool(ready[name].results()[0].isfinite().all()))
-        kernels[name] = count_kernels(call, case.device)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     times = take_turns({name: one.seconds for name, one in ready.items()}, rounds, watch)
     return [
@@ -87,12 +81,20 @@ def _rows(
             **spread("ratio", ratios(own, times[FOLDED])),
             "ratio_groupnorm": spread("ratio", ratios(own, times[GROUPNORM]))["ratio"],
             **spread("processor_ratio", processor_ratios(own, times[FOLDED])),
-            "kernels": kernels[name],
+            "kernels": count_kernels(calls[name], case.device),
             "rounds": rounds,
             "load": None if load is None else round(load, 1),
         }
         for name, own in times.items()
     ]
+
+
+def _forward(case: Case, net: nn.Module, images: Tensor) -> Call:
+    def call() -> Sequence[Tensor]:
+        with torch.no_grad(), case.autocast():
+            return (net(images),)
+
+    return call
 
 
 def _nets(case: Case, images: Tensor, statistics_batch: int, fused: bool) -> dict[str, nn.Module]:

@@ -20,11 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from kalmannorm.lab.bench.comparing import Entrant, compare
+from kalmannorm.lab.bench.comparing import Entrant, Error, compare
 from kalmannorm.lab.bench.op_contenders import INDUCTOR, Contender, Inputs, contenders
+from kalmannorm.lab.bench.timing import Call
 from kalmannorm.lab.bench.truth import check
 from kalmannorm.lab.bench.turns import Watch
 from kalmannorm.lab.errors import LabError, one_of
@@ -141,13 +143,12 @@ def measure(case: Case, rounds: int, *, copy: float, inductor: bool, watch: Watc
     def entrant(contender: Contender) -> Entrant:
         size = "N" if contender.statistics_batch == case.shape[0] else contender.statistics_batch
         what = f"{contender.name} at {case}" if size is None else f"{contender.name} (m = {size}) at {case}"
-        return Entrant(
-            contender.name,
-            size,
-            contender.step(inputs.upstream),
-            lambda results: check(what, results, contender.truth(inputs.upstream)),
-            contender.passes,
-        )
+
+        def prepare() -> tuple[Call, Error]:
+            results, upstream = contender.truth(inputs.upstream)
+            return contender.step(upstream), partial(check, what, expected=results)
+
+        return Entrant(contender.name, size, prepare, contender.passes)
 
     rows = compare(
         [entrant(contender) for contender in found],

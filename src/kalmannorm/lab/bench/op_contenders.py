@@ -27,7 +27,7 @@ from kalmannorm.lab.bench.truth import EPS, Truth, of_channels, of_groups
 from kalmannorm.moments import Moments
 from kalmannorm.norm import BatchKalmanNorm2d
 
-BASELINE, INDUCTOR = "BatchNorm", "BatchNorm, inductor"
+BASELINE, INDUCTOR, GROUPNORM = "BatchNorm", "BatchNorm, inductor", "GroupNorm"
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -62,7 +62,7 @@ class Contender:
     leaves: Sequence[Tensor]
     """x first: what is differentiated."""
     truth: Callable[[Tensor], Truth]
-    """For this gradient of the result."""
+    """For this gradient of the result, less what is uncertain."""
     passes: int
     """Reads and writes of a tensor like x, forward and backward, that it cannot do without."""
 
@@ -142,7 +142,7 @@ def _group_norm(inputs: Inputs, relu: bool, layer: bool) -> Contender:
     forward = _followed(norm if layer else lambda x: F.group_norm(x, groups, weight, bias, EPS), relu)
     leaves = [x, weight, bias]
     truth = partial(of_channels, leaves, groups=groups, relu=relu)
-    return Contender("GroupNorm", None, forward, leaves, truth, 13 if relu else 8)
+    return Contender(GROUPNORM, None, forward, leaves, truth, 13 if relu else 8)
 
 
 def channel_groups(channels: int) -> int:

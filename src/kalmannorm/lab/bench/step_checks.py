@@ -22,10 +22,12 @@ from kalmannorm.lab.bench.timing import Timed
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import method
 
-TOLERANCE = 1e-3
-"""Of losses and logits, relative: float32 rounds differently in another order of summation, and layers add that up."""
-GRADIENTS = 3e-2
-"""Of all gradients as one vector: where rounding takes a value to the other side of a ReLU, one of them jumps."""
+TOLERANCE = 5e-3
+"""Of losses and logits, relative: float32 rounds differently in another order of summation, and layers add that up
+(5e-4 in a ResNet-101 of nn.BatchNorm)."""
+GRADIENTS = 0.25
+"""Of all gradients as one vector: where rounding takes a value to the other side of a ReLU, one of them jumps (0.07 in
+that net)."""
 MOST = 16
 """Examples that are computed in float64."""
 LOSS = 3e-2

@@ -1,6 +1,8 @@
 """What a norm has to give: the naive reference of `kernels/reference.py` in float64, its output and every gradient.
 
-Behind a ReLU, the gradient of x at a value that lies within rounding of 0 is either of two, and not compared.
+Behind a ReLU, the gradient at a value that lies within rounding of 0 is either of two, and a sum over thousands of
+values shows it. So no gradient arrives there. For half precision the margin is wide, because torch's GroupNorm rounds
+its statistics to the dtype of x.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from kalmannorm.lab.errors import LabError
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Relative to the largest value of each result."""
+MARGIN = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Around 0, before a ReLU; deviations there are 1."""
 PARTS = ("output", "gradient of x", "of weight", "of bias", "of prior mean", "of prior var", "of gain")
 
 
 class Truth(NamedTuple):
     results: list[Tensor]
     """In the order of `PARTS`; without a prior three gradients."""
-    certain: Tensor | None = None
-    """Where the gradient of x is one number: not where a ReLU's argument is as good as 0. None: everywhere."""
+    upstream: Tensor
+    """The gradient of the output that they are for."""
 
 
 def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bool, strided: bool = False) -> Truth:
@@ -38,8 +42,9 @@ def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bo
     order = torch.arange(x.shape[0], device=x.device)
     if strided:
         order = order.view(size, -1).t().reshape(-1)
-    y = reference.batch_kalman_norm(x[order], mean, var, gain, weight, bias, size, EPS)[0]
-    return _finished(y[order.argsort()], doubled, upstream, relu)
+    together = x.index_select(0, order)
+    y = reference.batch_kalman_norm(together, mean, var, gain, weight, bias, size, EPS)[0]
+    return _finished(y.index_select(0, order.argsort()), doubled, upstream, relu)
 
 
 def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu: bool) -> Truth:
@@ -77,20 +82,17 @@ def _doubled(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _finished(y: Tensor, doubled: list[Tensor], upstream: Tensor, relu: bool) -> Truth:
-    before = y.detach()
-    certain = before.abs() > 1e-3 if relu else None
-    y = torch.relu(y) if relu else y
-    return Truth([y.detach(), *torch.autograd.grad(y, doubled, upstream.double())], certain)
+    if relu:
+        upstream = torch.where(y.detach().abs() > MARGIN[upstream.dtype], upstream, 0)
+        y = torch.relu(y)
+    return Truth([y.detach(), *torch.autograd.grad(y, doubled, upstream.double())], upstream)
 
 
-def check(what: str, results: Sequence[Tensor], truth: Truth) -> float:
+def check(what: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest error; raises where it is more than rounding."""
     tolerance, worst = TOLERANCE[results[0].dtype], 0.0
-    for part, found, expected in zip(PARTS, results, truth.results, strict=False):
-        off = (found.double() - expected).abs()
-        if part == "gradient of x" and truth.certain is not None:
-            off = torch.where(truth.certain, off, 0)
-        error = float(off.max() / expected.abs().max())
+    for part, found, true in zip(PARTS, results, expected, strict=False):
+        error = float((found.double() - true).abs().max() / true.abs().max())
         if not error < tolerance:
             raise LabError(f"{what} is wrong, so nothing is timed: {part} is off by {error:.1e}, not {tolerance:.0e}")
         worst = max(worst, error)
