@@ -74,16 +74,27 @@ def test_observations_have_a_momentum_of_their_own():
     layer(x, prior)
     mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
     torch.testing.assert_close(layer.running_mean, 0.1 * (0.5 * mean + 4.5))
-    torch.testing.assert_close(layer.observed_mean, mean)  # a plain average at first: nothing of the start is left
+    torch.testing.assert_close(layer.observed_mean, mean)  # α is 1 at first: nothing of the start is left
     torch.testing.assert_close(layer.observed_var, var)
-    for _ in range(2):  # shares 1/2 and 1/3, still above the momentum
+    for _ in range(2):  # 4/5 and 4/6, above the momentum: 1/15 of the first batch is left
         layer(x - 1, prior)
-    torch.testing.assert_close(layer.observed_mean, mean - 2 / 3)
-    torch.testing.assert_close(layer.observed_var, var + 2 / 9)
-    layer(x - 1, prior)
+    torch.testing.assert_close(layer.observed_mean, mean - 14 / 15)
+    torch.testing.assert_close(layer.observed_var, var + 14 / 225)
+    for _ in range(10):
+        layer(x - 1, prior)
     before = layer.observed_mean.clone()
-    layer(x + 3, prior)  # 1/5 < 0.25: the momentum has taken over
+    layer(x + 3, prior)  # 4/17 < 0.25: the momentum has taken over
     torch.testing.assert_close(layer.observed_mean, 0.75 * before + 0.25 * (mean + 3))
+
+
+def test_observations_keep_up_with_a_net_that_learns():
+    """What early batches showed is forgotten long before the momentum takes over: a quarter of the way behind."""
+    layer = GhostBatchNorm2d(3, statistics_batch_size=2)
+    x = shifting_data(8).float()
+    x = (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+    for step in range(40):
+        layer(x + step)
+    assert (layer.observed_mean > 30).all()
 
 
 def test_eval_and_no_tracking_move_nothing():

@@ -64,7 +64,7 @@ class BatchKalmanNorm(GroupedNorm):
         total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
             False is the plain moving average of the paper's Algorithm 1.
         momentum: α of the running statistics; None weights all values seen alike.
-        observation_momentum: α of the observed statistics that `example` inference needs; a plain average at first.
+        observation_momentum: α of the observed statistics that `example` inference needs; larger at first.
         process_group: whose observations are joined in training, group g of all ranks being one group; None: this
             process's own. "world" or a ProcessGroup, which a deep copy shares and a pickle turns into "world". Where
             torch.distributed is not initialised, and in `eval()` or frozen, the layer runs by itself.

@@ -77,6 +77,16 @@ def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, t
     return Moments(mean + alpha * step, var + alpha * (target - var))
 
 
+def hastened(share: Tensor, momentum: float) -> Tensor:
+    """α of a slow average, `share` being what this batch is of all so far: at batch t it is 4 / (t + 3), until that
+    falls to the momentum.
+
+    The start values would outlast the first epochs at the momentum alone, and a plain average keeps what the net has
+    long unlearnt; here a batch weighs as (its number / t)³, so that the last quarter rules.
+    """
+    return (4 * share / (1 + 3 * share)).clamp(min=momentum)
+
+
 def values_seen(values_tracked: Tensor, batches_tracked: Tensor, values: Tensor | int) -> Tensor:
     """How many values per channel went into the statistics before this batch of `values`.
 

@@ -18,7 +18,7 @@ from kalmannorm.checkpoints import fill_from_batchnorm
 from kalmannorm.functional import transformed
 from kalmannorm.kernels.dispatch import Kind, on_device_of, tracking_for
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import Groups, Pending, groups_of, moved, values_seen
+from kalmannorm.statistics import Groups, Pending, groups_of, hastened, moved, values_seen
 
 SKIPPED_WARNING = (
     "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
@@ -128,8 +128,7 @@ class TrackedNorm(_NormBase):
 
         moves = [(self.running_mean, self.running_var, self._moved(population, alpha))]
         if observation is not None and self.observed_mean is not None and self.observed_var is not None:
-            # A plain average until the momentum takes over: the start value 0, 1 would else outlast the first epochs.
-            alpha = cumulative if self.momentum is None else cumulative.clamp(min=self.observation_momentum)
+            alpha = cumulative if self.momentum is None else hastened(cumulative, self.observation_momentum)
             new = moved(self.observed_mean, self.observed_var, observation, alpha, total_variance=True)
             moves.append((self.observed_mean, self.observed_var, new))
         # Of where the averages would go, not of the batch: a finite but huge one overflows only there.

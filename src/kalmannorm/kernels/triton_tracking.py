@@ -147,7 +147,9 @@ def track_kernel(
     mean, var = moved(mean, var, new_mean, new_var, alpha, eps, KIND)
     bad = broken(mean, var, in_c)
     if OBSERVES:
-        slow = cumulative if CUMULATIVE else tl.maximum(cumulative, observation_momentum)
+        slow = cumulative
+        if not CUMULATIVE:  # as `statistics.hastened`
+            slow = tl.maximum(4.0 * cumulative / (1.0 + 3.0 * cumulative), observation_momentum)
         observed_mean, observed_var = moved(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
         bad = tl.maximum(bad, broken(observed_mean, observed_var, in_c))
 
