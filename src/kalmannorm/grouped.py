@@ -107,7 +107,8 @@ class GroupedNorm(TrackedNorm):
     def check_inference(self, mode: str) -> None:
         if mode not in self.inference_modes:
             choices = ", ".join(repr(choice) for choice in self.inference_modes)
-            raise ValueError(f"inference of {type(self).__name__} must be one of {choices}, got {mode!r}")
+            family = type(self).__name__.removesuffix("d").rstrip("123")  # convert asks one for all of its ranks
+            raise ValueError(f"inference of {family} must be one of {choices}, got {mode!r}")
         if mode == "example":
             if self.statistics_batch_size is None:
                 raise ValueError(
