@@ -126,7 +126,7 @@ def test_renorm_batch_inference_equals_training():
 
 def test_renorm_refuses_what_it_cannot_do():
     with pytest.raises(
-        ValueError, match="inference of BatchRenorm2d must be one of 'population', 'batch', got 'example'"
+        ValueError, match="inference of BatchRenorm must be one of 'population', 'batch', got 'example'"
     ):
         BatchRenorm2d(4, statistics_batch_size=2, inference="example")
     with pytest.raises(ValueError, match="track_running_stats"):
