@@ -79,9 +79,10 @@ def assert_same_run(one, other, precision, slack=1.0):
     torch.testing.assert_close(lab_runs.losses(one), lab_runs.losses(other), rtol=tolerance, atol=tolerance)
     scores, expected = ([each["modes"] for each in Run.read(folder).events("evaluate")] for folder in (one, other))
     assert len(scores) == len(expected)
+    near = max(10 * tolerance, 1e-6)  # scores are summed in float32
     for here, there in zip(scores, expected, strict=True):
         for mode, found in here.items():
-            assert found["loss"] == pytest.approx(there[mode]["loss"], rel=10 * tolerance, abs=10 * tolerance), mode
+            assert found["loss"] == pytest.approx(there[mode]["loss"], rel=near, abs=near), mode
     left, right = lab_runs.weights(one), lab_runs.weights(other)
     assert list(left) == list(right)
     for name, value in left.items():
@@ -140,15 +141,14 @@ def test_each_replay_draws_its_own_dropout(eager, counted, tmp_path):
 
 
 def test_sums_fused_in_a_graph(eager, tmp_path):
+    """A net with shortcuts; in float64, where no kernel has to be compiled for each of its shapes."""
     recipe = dataclasses.replace(
-        RECIPE, model="resnet18", statistics_batch=8, image_size=32, epochs=1, precision="bf16", channels_last=True
+        RECIPE, model="resnet18", method="bn", statistics_batch=8, image_size=32, epochs=1, precision="float64"
     )
-    fused = [dataclasses.replace(each, fuse=True) for each in (GRAPH, EAGER)]
     told = []
-    train(recipe, tmp_path / "run", fused[0], watch=told.append)
+    train(recipe, tmp_path / "run", dataclasses.replace(GRAPH, fuse=True), watch=told.append)
     assert told[0]["text"] == "17 of 20 norms fused: 9 with ReLU, 8 with sum and ReLU"
-    here, there = (lab_runs.losses(folder) for folder in (tmp_path / "run", eager(recipe, fused[1])))
-    torch.testing.assert_close(here, there, rtol=0.05, atol=0.05)
+    assert_same_run(tmp_path / "run", eager(recipe, EAGER), "float64", slack=100)
 
 
 @pytest.mark.parametrize(("stop_at", "finish"), [(6, 0.0), (11, 1.0)], ids=["in-training", "on-frozen-statistics"])
