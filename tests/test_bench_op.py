@@ -7,16 +7,18 @@ import json
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from torch import nn
 from torch.nn import functional as F
 
 from kalmannorm.cli.app import run
-from kalmannorm.lab.bench import comparing, copying, inference, inference_model, op, output, truth
+from kalmannorm.lab.bench import chart, comparing, copying, inference, inference_model, op, timing, truth
 from kalmannorm.lab.bench.op_contenders import GhostByReshape, Inputs, contenders
 from kalmannorm.lab.bench.step_contenders import Case as NetCase
 from kalmannorm.lab.bench.timing import Direct, count_kernels
 from kalmannorm.lab.bench.turns import Seconds
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.report import palette
 from kalmannorm.norm import BatchKalmanNorm2d
 
 CPU = torch.device("cpu")
@@ -147,20 +149,19 @@ def test_bytes_are_those_of_the_algorithm(monkeypatch):
     assert {row["passes"] for row in rows} == {8}
 
 
-def test_a_sample_is_long_enough_and_a_second_is_of_one_call():
-    calls = []
+def test_a_sample_is_long_enough_and_a_second_is_of_one_call(monkeypatch):
+    now = {"clock": 0.0, "processor": 0.0}
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now["clock"])
+    monkeypatch.setattr(timing.time, "process_time", lambda: now["processor"])
 
     def call():
-        calls.append(1)
+        now["clock"] += 0.25
+        now["processor"] += 0.5
         return (torch.zeros(()),)
 
-    ready = Direct(call, CPU, 1e-3)
-    assert ready.repeats > 1
-    calls.clear()
-    seconds = ready.seconds()
-    assert len(calls) == ready.repeats
-    assert seconds.clock * ready.repeats > 1e-5
-    assert seconds.processor is not None
+    ready = Direct(call, CPU, 1.6)
+    assert ready.repeats == 7, "as many as take 1.6 s"
+    assert ready.seconds() == Seconds(0.25, 0.5)
     assert Direct(call, CPU, 0.0).repeats == 1
     assert count_kernels(call, CPU) is None
 
@@ -238,18 +239,24 @@ def test_command_of_a_net(capsys):
     assert "BKN population folded" in capsys.readouterr().out
 
 
-def test_a_contender_keeps_its_colour(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("kalmannorm.lab.report.plotting.images", lambda chart, _: drawn.append(chart) or {"svg": b""})
-    rows = op.measure(one(), 5, copy=1e9, inductor=False)
-    output.write_plot(
-        tmp_path / "a.svg", rows, "", panel="layout", place="shape", line=("contender", "statistics_batch")
-    )
-    (lines,) = drawn[0].panels
-    colours = {series.label: series.colour for series in lines.series}
-    assert (colours["BKN 2"], colours["BatchNorm N"], colours["GroupNorm"]) == (0, 1, 2), "as in the report"
-    assert len(set(colours.values())) == len(colours)
-    assert lines.series[0].y == [1.0]
+def test_bars_are_the_ratios_in_the_colours_of_the_report(monkeypatch):
+    rows = [row for layout in op.LAYOUTS for row in op.measure(one(layout), 5, copy=1e9, inductor=False)]
+    drawn = {}
+    bar = Axes.bar
+
+    def watched(ax, x, y, width, *, label, color, **options):
+        drawn.setdefault(label, []).append((list(y), color))
+        return bar(ax, x, y, width, label=label, color=color, **options)
+
+    monkeypatch.setattr(Axes, "bar", watched)
+    made = chart.draw(rows, "title", panel="layout", place="shape", line=("contender", "statistics_batch"))
+    assert made["png"].startswith(b"\x89PNG") and b"ghost by reshape 2" in made["svg"]
+    own = [row["ratio"] for row in rows if (row["contender"], row["statistics_batch"]) == ("BKN", 2)]
+    assert [y for y, _ in drawn["BKN 2"]] == [[ratio] for ratio in own], "a panel per layout"
+    named = {"BKN 2": "bkn", "BatchNorm N": "bn", "GroupNorm": "gn"}
+    for label, index in zip(named, palette.colours(list(named.values())), strict=True):
+        assert drawn[label][0][1] == palette.LIGHT[index]
+    assert len({found[0][1] for found in drawn.values()}) == len(drawn)
 
 
 @pytest.mark.parametrize(
@@ -278,4 +285,4 @@ def test_mistakes_are_one_line(arguments, message, capsys):
 
 def test_a_mistyped_bench_is_not_taken_for_a_step(capsys):
     assert run(["bench", "opp"]) == 2
-    assert "No such command 'opp'" in capsys.readouterr().err
+    assert "o such command 'opp'" in capsys.readouterr().err

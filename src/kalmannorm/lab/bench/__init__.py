@@ -5,5 +5,5 @@
     inference   one norm, or with `inference_model` a whole net, as it is shipped
 
 What they share: `turns` (contenders take turns, ratios, spread), `timing` (one call as it is timed: as it is, or as a
-CUDA graph), `copying` (how fast memory is here), `output` (CSV and chart).
+CUDA graph), `comparing` (one norm: check, time, count), `copying` (how fast memory is here), `output` and `chart`.
 """

@@ -1,0 +1,77 @@
+"""The tables of docs/performance.md are what the records of `kalmannorm bench` say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kalmannorm.lab.bench import inference, inference_model, op
+from kalmannorm.lab.bench.output import write_csv
+from kalmannorm.lab.bench.step import bench
+from kalmannorm.lab.bench.step_contenders import Case, entries
+from kalmannorm.lab.origin import origin
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import measured
+
+CPU = torch.device("cpu")
+
+
+def test_the_document_says_what_the_records_say():
+    assert measured.records(), "there is a record at least of the CPU"
+    text = measured.DOCUMENT.read_text(encoding="utf-8")
+    assert measured.written(text) == text, "run python benchmarks/measured.py"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "RECORDS", tmp_path)
+    return tmp_path
+
+
+def norm_rows(measure, **options):
+    cases = op.cases([(4, 8, 3, 3), (2, 8, 3, 3)], ["NHWC"], "float32", CPU, "2,N")
+    return [row for case in cases for row in measure(case, 5, copy=1e9, **options)]
+
+
+def test_of_one_norm(folder):
+    rows = norm_rows(op.measure, inductor=False)
+    for number, row in enumerate(rows):  # on so small a shape all of them would be 0
+        row["copy_percent"], row["gb_per_s"] = 50.0 + number, 700.0 + number
+    write_csv(folder / "op-here.csv", rows, origin())
+    text = measured.written("before\n<!-- op-here.csv -->\nold\n<!-- end of op-here.csv -->\nafter")
+    assert text.startswith("before\n") and text.endswith("after") and "old" not in text
+    assert measured.written(text) == text
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    head, _, first, second = lines
+    bkn = {row["statistics_batch"]: row for row in rows if row["shape"] == "4x8x3x3" and row["contender"] == "BKN"}
+    assert first[:2] == ["4×8×3×3", "NHWC"]
+    assert first[head.index("BKN, m = 2")] == f"{bkn[2]['ratio']:.2f}"
+    assert first[head.index("BKN, m = N, % of copy")] == f"{bkn['N']['copy_percent']:.0f}"
+    assert second[head.index("BKN, m = 2")] == "–", "2 of 2 examples are all"
+    assert not any("compiled" in cell for cell in head)
+
+
+def test_of_inference_and_nets(folder):
+    write_csv(folder / "inference-norm.csv", norm_rows(inference.measure), origin())
+    case = Case(model="digits-net", gradient_batch=4, device=CPU)
+    write_csv(folder / "inference-net.csv", inference_model.measure(case, 2, 5), origin())
+    steps = bench(case, entries(4, [2], ["bkn"], fused=True), 5)
+    write_csv(folder / "steps-net.csv", steps, origin())
+    places = "".join(f"<!-- {path.name} -->\n<!-- end of {path.name} -->\n" for path in measured.records())
+    text = measured.written(places)
+    assert "| BKN example, m = 2 ÷ GroupNorm |" in text
+    assert "| BKN population folded | " in text
+    fused = steps[-1]
+    assert f"| bkn fused | (4, 2) | {fused['ms']:.2f} | {fused['ratio']:.2f} | " in text
+    assert f"{fused['peak_mib']:.0f} | {fused['peak_ratio']:.3f} |" in text
+
+
+def test_a_record_without_a_place_is_said(folder):
+    write_csv(folder / "op-here.csv", norm_rows(op.measure, inductor=False), origin())
+    with pytest.raises(SystemExit, match=r"needs the lines <!-- op-here.csv --> and <!-- end of op-here.csv --> once"):
+        measured.written("nothing")
