@@ -31,6 +31,7 @@ def test_a_copy_is_measured(monkeypatch):
     assert copying.copy_speed(GPU) > 1e10
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor, of any GPU that has them
 @pytest.mark.parametrize("inductor", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("layout", op.LAYOUTS)
 def test_one_norm(layout, inductor):

@@ -19,7 +19,7 @@ class _StepUnlessNamed(TyperGroup):
 
 
 bench = typer.Typer(
-    help="Time a training step, one norm or inference beside what one would use instead, in the same run.",
+    help="Time a training step (the default), one norm or inference beside what one would use instead, in one run.",
     cls=_StepUnlessNamed,
 )
 bench.command("step")(step)

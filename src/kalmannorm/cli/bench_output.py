@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 Columns = dict[str, list[str]]
+WIDTH = 96
 
 Rounds = Annotated[int, typer.Option("--rounds", help="Samples of each contender; they take turns.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
@@ -71,7 +72,7 @@ def show(
         typer.echo(json.dumps({"origin": source, "rows": rows}))
     else:
         shared = (
-            f"{rows[0]['rounds']} rounds; {source['hardware']}, {source['threads']} threads, torch {source['torch']}"
+            f"{rows[0]['rounds']} rounds; {source['hardware']}, threads: {source['threads']}, torch {source['torch']}"
         )
         Console().print(shared, highlight=False, soft_wrap=True)
 
@@ -85,7 +86,8 @@ def _print(title: str, columns: Columns) -> None:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
-    Console().print(table, "")
+    # A narrow terminal breaks lines; a column cut short would have said nothing.
+    Console(width=max(Console().width, WIDTH)).print(table, "")
 
 
 def number(value: float | None, digits: int = 2) -> str:
