@@ -262,7 +262,7 @@ def test_the_summary_averages_seeds_and_nothing_else(tmp_path):
 
 def test_recipes_that_differ_otherwise_are_rows_of_their_own(tmp_path):
     runs = [run_of(tmp_path / str(gain), Recipe(gain=gain), 90) for gain in (0.5, 0.9)]
-    assert [row["title"] for row in summarize(runs)] == ["BKN q₀ 0.5", "BKN q₀ 0.9"]
+    assert [row["title"] for row in summarize(runs)] == ["BKN, q₀ 0.5", "BKN, q₀ 0.9"]
 
 
 def heard(step: int, **values) -> dict:

@@ -26,9 +26,8 @@ from kalmannorm.lab.report.comparison import chapters, compare
 from kalmannorm.lab.report.curves import curve
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences
 from kalmannorm.lab.report.spread import Spread, apart, spread
-from kalmannorm.lab.report.tables import brought, results
+from kalmannorm.lab.report.tables import results
 from kalmannorm.lab.report.wiring import inlined
-from kalmannorm.lab.report.wording import number, plus_minus, unbroken
 from kalmannorm.lab.setting import Setting
 from report_runs import EPOCHS, FINAL, METHOD_NAMES, SETTINGS, accuracies, make_comparison, make_experiment, make_run
 
@@ -295,29 +294,6 @@ def test_an_experiment_without_runs_is_shown(tmp_path):
     make_experiment(tmp_path)
     shutil.rmtree(tmp_path / "runs")
     assert "Top-1 accuracy" in write([tmp_path], tmp_path / "page.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("column", "shown"),
-    [
-        ([73.1, 74.0, None, {"mean": 74.26, "std": 0.31, "n": 3}], ["73.1", "74.0", "–", "74.3 ± 0.3"]),
-        ([10.0, 12.0], ["10", "12"]),
-        ([0.9, 2.23], ["0.90", "2.23"]),
-        ([0.9], ["0.9"]),
-        ([1281167, 5], ["1,281,167", "5"]),
-        ([{"mean": 0.01234, "std": None, "n": 1}], ["0.0123"]),
-        (["BN", True, [1]], ["BN", "yes", "–"]),
-    ],
-)
-def test_cells_of_a_column_read_alike(column, shown):
-    page = brought({"title": "t", "columns": ["row", "c"], "rows": [["r", cell] for cell in column]})
-    assert re.findall(r"<td[^>]*>([^<]*)</td>", page) == shown
-
-
-def test_numbers_keep_mean_and_spread_to_one_place():
-    assert plus_minus(Spread(0.0534, 0.0021, 3)) == "0.0534 ± 0.0021"
-    assert number(-3.0, 1) == "−3.0"
-    assert unbroken("At (64, 1) it is 97.9 ± 0.2 %, so") == "At (64,\u00a01) it is 97.9\u00a0±\u00a00.2\u00a0%, so"
 
 
 def test_thinning_keeps_both_ends_and_spreads_evenly():

@@ -11,7 +11,7 @@ import pytest
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import read_json, write_json
 from kalmannorm.lab.report import write
-from report_runs import LAYERS, SETTINGS, accuracies, make_comparison, make_experiment, make_run
+from report_runs import LAYERS, METHOD_NAMES, SETTINGS, accuracies, make_comparison, make_experiment, make_run
 
 api = pytest.importorskip("playwright.sync_api", reason="the test extra brings playwright")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -27,6 +27,14 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "demo": write([make_comparison(folder / "demo")], folder / "demo.html"),
         "experiment": write([make_experiment(folder / "experiment")], folder / "experiment.html"),
     }
+    for epochs in (1, 4, 12):  # more rows than colours
+        for method in METHOD_NAMES:
+            one = Recipe(method=method, statistics_batch=1, epochs=epochs)
+            make_run(folder / "many" / f"{one.name}-{epochs}", one)
+    made["many"] = write([folder / "many"], folder / "many.html")
+    once = Recipe(method="bn", statistics_batch=1, epochs=1)
+    make_run(folder / "once" / once.name, once)
+    made["once"] = write([folder / "once"], folder / "once.html")
     hostile = make_experiment(folder / "hostile", seeds=1)
     # A slash cannot be in a folder's name.
     make_run(hostile / HOSTILE.replace("/", "-"), Recipe(dataset=HOSTILE, model=HOSTILE, epochs=12, statistics_batch=2))
@@ -204,7 +212,49 @@ def test_click_and_enter_sort_a_table(opened):
     assert table.locator("tbody th").all_inner_texts() == ["BN", "BRN", "GN", "BKN", "BKN learned"]
 
 
-@pytest.mark.parametrize("name", ["demo", "experiment", "hostile"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_two_rows_look_alike(opened, scheme):
+    page = opened("many", color_scheme=scheme)
+    rows = len(METHOD_NAMES) * 3
+    legend = figure(page, "Gain along depth").locator(".legend svg")
+    assert legend.count() == 6  # BKN and BKN learned
+    assert len({node.inner_html() + node.evaluate("n => n.parentNode.className") for node in legend.all()}) == 6
+    look = "node => ['backgroundColor', 'backgroundImage', 'borderTop'].map((p) => getComputedStyle(node)[p]).join()"
+    swatches = page.locator("table").first.locator("tbody .swatch")
+    assert len({swatch.evaluate(look) for swatch in swatches.all()}) == swatches.count() == rows
+    look = "node => ['fill', 'fillOpacity', 'stroke'].map((p) => getComputedStyle(node)[p]).join()"
+    bars = page.locator("figure", has_text="Images per second").locator("rect.fill")
+    assert len({bar.evaluate(look) for bar in bars.all()}) == bars.count() == rows
+
+
+@pytest.mark.parametrize("width", [1300, 390])
+def test_names_of_bars_are_whole_and_inside(opened, width):
+    page = opened("many", width=width)
+    for one in page.locator("figure", has=page.locator("rect.fill")).all():
+        box = one.bounding_box()
+        names = one.locator("text.tick").all()
+        assert "BKN learned, 12 epochs" in [name.text_content() for name in names]
+        for name in names:
+            text = name.bounding_box()
+            assert text["x"] >= box["x"] and text["x"] + text["width"] <= box["x"] + box["width"]
+    if width == 1300:
+        table = page.locator(".scroll").first
+        assert table.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
+def test_the_axis_of_one_epoch_starts_at_0_and_ends_after_it(opened):
+    page = opened("once")
+    training = figure(page, "along training")
+    plot = training.locator(".canvas svg").first
+    (point,) = training.locator(".panels .point").all()
+    ticks = training.locator("text.tick[text-anchor=middle]").all_text_contents()
+    assert float(ticks[0]) == 0 and float(ticks[-1]) == 1
+    left, mark = plot.bounding_box(), point.bounding_box()
+    assert left["x"] + left["width"] - mark["x"] - mark["width"] < 40  # no empty third
+    assert mark["width"] > 6  # and not cut
+
+
+@pytest.mark.parametrize("name", ["demo", "experiment", "hostile", "many"])
 def test_a_phone_scrolls_tables_not_the_page(opened, name):
     page = opened(name, width=375)
     page.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")

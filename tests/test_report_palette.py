@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kalmannorm.lab.report.palette import DARK, LIGHT, colours
+from kalmannorm.lab.report.palette import DARK, LIGHT, colours, filled, looks, shade
 
 # Full colour vision, and the dichromacies as linear maps of light (Machado, Oliveira and Fernandes, 2009).
 SIGHTS = {
@@ -51,4 +51,17 @@ def test_a_method_keeps_its_colour_and_rows_have_different_ones():
     assert colours(["bn", "bkn"]) == [colours(["bn"])[0], colours(["bkn"])[0]]
     many = colours(["bn", "bkn", "bkn", "bkn-learned", "gn", "bkn"])
     assert len(set(many)) == 6 and many[3] == colours(["bkn-learned"])[0]
-    assert len(colours(["bkn"] * 12)) == 12
+    assert len({i % len(LIGHT) for i in many}) == 6
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [["bn"] * 3 + ["brn", "gn"] + ["bkn"] * 3 + ["bkn-learned"] * 2, ["bkn"] * 40, ["a", "b", "c"] * 5],
+    ids=["more rows than colours", "one method", "methods of no name"],
+)
+def test_no_two_rows_look_alike(methods):
+    given = colours(methods)
+    drawn = [looks()[i] for i in given]
+    assert len(set(drawn)) == len(methods)
+    fillings = [(shade(i), filled(i)) for i in given[:24]]  # bars and swatches have no dash
+    assert len(set(fillings)) == len(fillings)

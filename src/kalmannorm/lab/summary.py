@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kalmannorm.grouped import INFERENCE_MODES
-from kalmannorm.lab.methods import method
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record, Run
+from kalmannorm.lab.report import naming
 from kalmannorm.lab.report.spread import Spread, spread
-from kalmannorm.lab.report.wording import accuracy, number, option
-
-_CELL = ("method", "gradient_batch", "statistics_batch")
+from kalmannorm.lab.report.wording import MISSING, accuracy, number
 
 
 @dataclass(frozen=True)
@@ -23,39 +21,26 @@ class Row:
     recipe: Recipe
     """Of the first of them."""
     members: list[int]
-    remark: str = ""
-    """What else tells this row from the others: "gain 0.9"."""
-
-    @property
-    def title(self) -> str:
-        return " ".join(part for part in (method(self.recipe.method).title, self.remark) if part)
+    title: str
+    """The method, and what else tells this row from the others: "BKN, 15 epochs"."""
 
     @property
     def setting(self) -> str:
-        """Without a statistics batch where it does not matter."""
-        chosen = method(self.recipe.method)
-        return str(self.recipe.setting) if chosen.groups else f"({self.recipe.gradient_batch}, –)"
+        return naming.at(self.recipe.method, self.recipe.setting)
 
 
 def rows(recipes: Sequence[Recipe]) -> list[Row]:
     """The recipes by rows, in the order of their methods, then of their settings."""
     members: dict[Recipe, list[int]] = {}
     for place, recipe in enumerate(recipes):
-        members.setdefault(dataclasses.replace(recipe, seed=0), []).append(place)
-    telling = [field.name for field in dataclasses.fields(Recipe) if _varies_within_a_cell(list(members), field.name)]
-    found = [
-        Row(recipes[own[0]], own, ", ".join(option(name, getattr(recipe, name)) for name in telling))
-        for recipe, own in members.items()
-    ]
-    order = list(dict.fromkeys((row.remark, row.recipe.method) for row in found))
-    return sorted(found, key=lambda row: order.index((row.remark, row.recipe.method)))
-
-
-def _varies_within_a_cell(recipes: Sequence[Recipe], name: str) -> bool:
-    """A learning rate that follows the gradient batch, say, does not."""
-    seen: dict[tuple[object, ...], object] = {}
-    cells = [(tuple(getattr(recipe, key) for key in _CELL), getattr(recipe, name)) for recipe in recipes]
-    return any(seen.setdefault(cell, value) != value for cell, value in cells)
+        members.setdefault(dataclasses.replace(naming.essence(recipe), seed=0), []).append(place)
+    told = naming.telling(recipes)
+    found = []
+    for recipe, own in members.items():
+        parts = naming.own_name(recipe, told, recipes), naming.terms(recipe, told)
+        found.append(Row(recipes[own[0]], own, ", ".join(filter(None, parts))))
+    order = list(dict.fromkeys(row.title for row in found))
+    return sorted(found, key=lambda row: order.index(row.title))
 
 
 def summarize(runs: Sequence[Run]) -> list[Record]:
@@ -99,7 +84,7 @@ def table(records: Sequence[Record]) -> str:
             record["title"],
             record["setting_title"],
             *(_accuracy(record["accuracy"].get(mode)) for mode in modes),
-            "–" if record["images_per_second"] is None else number(record["images_per_second"]["mean"], 0),
+            MISSING if record["images_per_second"] is None else number(record["images_per_second"]["mean"], 0),
             _counted(record),
         ]
         for record in records
@@ -113,7 +98,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _accuracy(found: Record | None) -> str:
-    return "–" if found is None else accuracy(Spread(**found))
+    return MISSING if found is None else accuracy(Spread(**found))
 
 
 def _counted(record: Record) -> str:

@@ -22,7 +22,7 @@ def _arms(gradient: int, statistics: int, *, renorm: bool = False) -> tuple[Arm,
         Arm("bn", setting),
         *((Arm("brn", setting),) if renorm else ()),
         Arm("bkn-learned", setting),
-        Arm("bkn", setting, "BKN weights", ours=True),
+        Arm("bkn", setting, ours=True),
         Arm("gn", setting, ours=True, cheap=True),
     )
 
@@ -163,9 +163,9 @@ _ALL = (
         arms=(
             Arm("bn", Setting(32, 32)),
             Arm("bkn-learned", Setting(32, 32)),
-            Arm("bkn", Setting(32, 32), "BKN weights", ours=True),
+            Arm("bkn", Setting(32, 32), ours=True),
             Arm("bkn-learned", Setting(32, 2), ours=True),
-            Arm("bkn", Setting(32, 2), "BKN weights", ours=True),
+            Arm("bkn", Setting(32, 2), ours=True),
         ),
         columns=(),
         curves=(),
@@ -193,7 +193,7 @@ _ALL = (
             Arm("bn", Setting(128, 2)),
             Arm("bn", Setting(128, 2), "BN wide", wide=True),
             Arm("bkn-learned", Setting(128, 2)),
-            Arm("bkn", Setting(128, 2), "BKN weights", ours=True),
+            Arm("bkn", Setting(128, 2), ours=True),
         ),
         columns=(("population", "moving mean/var"), ("batch", "batch mean/var"), ("example", "example (ours)")),
         published=(
@@ -225,7 +225,7 @@ _ALL = (
         arms=(
             Arm("bn", Setting(128, 2)),
             Arm("bkn-learned", Setting(128, 2)),
-            Arm("bkn", Setting(128, 2), "BKN weights", ours=True),
+            Arm("bkn", Setting(128, 2), ours=True),
         ),
         columns=MODES,
         analysed=True,

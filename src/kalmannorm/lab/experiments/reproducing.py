@@ -23,6 +23,8 @@ from kalmannorm.lab.experiments.widths import TOLERANCE
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Record, write_json
+from kalmannorm.lab.report.trained import caveats
+from kalmannorm.lab.report.wording import counted
 
 Runner = Callable[..., Sequence[Any]]
 """`kalmannorm.lab.compare.run_cells`, or what stands in for it in a test."""
@@ -108,6 +110,7 @@ def _record(chosen: Plan, results: Results, found: list[Record]) -> Record:
         "seeds": chosen.seeds,
         "stand_in": chosen.stand_in,
         "origin": origin(),
+        "warnings": caveats([run.ended for run in results.values()]),
         "tables": found,
         "figures": _figures(chosen, results),
         "notes": _notes(chosen, results),
@@ -152,11 +155,12 @@ def _notes(chosen: Plan, results: Results) -> list[str]:
             for arm in chosen.arms:
                 cells = chosen.of(arm, role, dataset)
                 found = of_cells(cells, results)
+                line = f"{model} with {arm.label} on {dataset}"
                 lost = sum(bool(run.result["diverged"]) for run in found)
                 if lost:
-                    notes.append(f"{model} with {arm.label} on {dataset}: {lost} of {len(found)} seeds diverged.")
+                    notes.append(f"{line}: {lost} of {counted(len(found), 'seed')} diverged.")
                 if len(found) < len(cells) and not experiment.timed:
-                    notes.append(f"{model} with {arm.label} on {dataset}: {len(found)} of {len(cells)} seeds finished.")
+                    notes.append(f"{line}: {len(found)} of {counted(len(cells), 'seed')} finished.")
     return [*notes, *_unmatched(chosen, results), *experiment.notes]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.records import Record, Run, read_json
 from kalmannorm.lab.report.spread import spread
+from kalmannorm.lab.report.trained import Ended, at_chance
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class Finished:
     run: Run
     result: Record
     evaluations: list[Record]
+
+    @property
+    def ended(self) -> Ended:
+        return self.run.recipe, self.result
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is no better than guessing."""
+        return at_chance(*self.ended)
 
     def accuracy(self, mode: str, at: float | None = None) -> float | None:
         """In %, at the end, or at the evaluation nearest to a share of the training; None where the mode is missing."""

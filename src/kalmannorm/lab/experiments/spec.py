@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kalmannorm.lab.methods import method
+from kalmannorm.lab.report import naming
 from kalmannorm.lab.setting import Setting
 
 Role = Literal["inception", "resnet"]
@@ -35,11 +35,16 @@ class Arm:
 
     @property
     def name(self) -> str:
-        return self.title or method(self.method).title
+        return self.title or naming.title(self.method)
+
+    @property
+    def place(self) -> str:
+        """Its setting, as far as that matters to the method."""
+        return naming.at(self.method, self.setting)
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.setting}"
+        return f"{self.name} {self.place}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kalmannorm.lab import models
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.experiments.results import averaged
-from kalmannorm.lab.experiments.tables import PAPER, on_what
+from kalmannorm.lab.experiments.tables import PAPER, PAPERS_BKN, on_what
 from kalmannorm.lab.loading import fused
 from kalmannorm.lab.methods import normalized
 from kalmannorm.lab.optimizing import optimizer_of
@@ -114,7 +114,7 @@ def speed_table(plan: Plan, seconds: dict[str, list[float]]) -> Record:
     rows = []
     for arm in plan.arms:
         taken = seconds[arm.key]
-        row: list[Any] = [arm.name, str(arm.setting)]
+        row: list[Any] = [arm.name, arm.place]
         row += [averaged([arm.setting.gradient_batch / each for each in taken])]
         row += [experiment.paper(arm.key, "images/s", "inception", dataset)]
         row += [averaged([theirs / ours for theirs, ours in zip(first, taken, strict=True)])]
@@ -131,5 +131,5 @@ def speed_table(plan: Plan, seconds: dict[str, list[float]]) -> Record:
             PAPER,
         ],
         "rows": rows,
-        "note": f"Mean and standard deviation over {len(first)} rounds of one step each, in turn.",
+        "note": f"Mean and standard deviation over {len(first)} rounds of one step each, in turn; {PAPERS_BKN}.",
     }

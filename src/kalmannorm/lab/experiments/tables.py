@@ -13,6 +13,7 @@ Table = Record
 """{"title", "columns": [str], "rows": [[cell]], "note"}."""
 PAPER = "paper"
 """The heading of what the paper says of the column before."""
+PAPERS_BKN = "what it calls BKN is BKN learned here"
 GAPS = {
     "mean_abs": "mean |gap|",
     "spread": "spread over groups",
@@ -56,7 +57,7 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
     for role in plan.models:
         for arm in plan.arms:
             found = of_cells(plan.of(arm, role, dataset), results)
-            row = [*row_start(plan, role), arm.name, str(arm.setting)]
+            row = [*row_start(plan, role), arm.name, arm.place]
             for mode, _ in experiment.columns:
                 row.append(averaged([run.accuracy(mode) for run in found]))
                 if mode in known:
@@ -65,14 +66,17 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
                 counts = [run.result["parameters"] for run in found]
                 row += [counts[0] if counts else None, experiment.paper(arm.key, "parameters", role, dataset)]
             rows.append(row)
-    note = f"The paper's numbers are from its {experiment.source}." if known else ""
+    note = f"The paper's numbers are from its {experiment.source}; {PAPERS_BKN}." if known else ""
     if known and plan.stand_in:
         note += " They are for another data set or net: compare the order, not the height."
     return {"title": f"Test accuracy of {on_what(plan, dataset)}, %", "columns": columns, "rows": rows, "note": note}
 
 
 def claims_table(plan: Plan, results: Results) -> list[Table]:
-    """What the paper says BKN gains over another method, and what ours gain, pair by pair of seeds."""
+    """What the paper says BKN gains over another method, and what ours gain, pair by pair of seeds.
+
+    Where either of a pair is no better than guessing there is no gain to speak of.
+    """
     experiment = plan.experiment
     claims = [claim for claim in experiment.claims if claim.role in plan.models]
     if not claims:
@@ -97,7 +101,7 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
                 *(arm.name for arm in ours),
             ],
             "rows": rows,
-            "note": "Differences are taken seed by seed.",
+            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are left out.",
         }
     ]
 
@@ -111,8 +115,9 @@ def _gains(plan: Plan, results: Results, arm: Arm, over: Arm, claim: Claim, data
     gains = []
     for ours, theirs in pairs:
         if ours.folder in results and theirs.folder in results:
-            a, b = (results[cell.folder].accuracy(claim.mode, claim.at) for cell in (ours, theirs))
-            gains.append(None if a is None or b is None else a - b)
+            pair = results[ours.folder], results[theirs.folder]
+            a, b = (run.accuracy(claim.mode, claim.at) for run in pair)
+            gains.append(None if a is None or b is None or any(run.lost for run in pair) else a - b)
     return gains
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record, Run, read_json
+from kalmannorm.lab.report.naming import essence
 
 State = Literal["finished", "diverged", "unfinished", "repeated"]
 
@@ -29,6 +31,10 @@ class Found:
     @property
     def counts(self) -> bool:
         return self.state in ("finished", "diverged")
+
+    @property
+    def ended(self) -> tuple[Recipe, Record]:
+        return self.run.recipe, self.result
 
     def of(self, kind: str) -> list[Record]:
         return [event for event in self.events if event.get("event") == kind]
@@ -100,15 +106,15 @@ def _read_analyses(found: Found) -> None:
 
 
 def without_twins(runs: Sequence[Found]) -> list[Found]:
-    """Of runs with the same recipe, seed and all, the one that ended last counts; the others are marked."""
-    last: dict[str, Found] = {}
+    """Of runs that come to the same numbers, seed and all, the one that ended last counts; the others are marked."""
+    last: dict[Recipe, Found] = {}
     for found in runs:
         if found.counts:
-            twin = last.get(found.run.recipe.digest)
-            if twin is None or _ended(found) >= _ended(twin):
-                last[found.run.recipe.digest] = found
+            same = essence(found.run.recipe)
+            if same not in last or _ended(found) >= _ended(last[same]):
+                last[same] = found
     return [
-        found if not found.counts or last[found.run.recipe.digest] is found else replace(found, state="repeated")
+        found if not found.counts or last[essence(found.run.recipe)] is found else replace(found, state="repeated")
         for found in runs
     ]
 

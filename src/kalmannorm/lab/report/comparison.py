@@ -1,7 +1,7 @@
 """Runs set side by side: rows are methods, columns are settings, and the seeds of a cell are averaged.
 
 A comparison is of one model on one data set. Where runs of one method and setting differ in more than the seed, such as
-the start of q, each gets a row of its own: unlike runs are never averaged.
+the start of q or the epochs, each kind gets a row of its own: unlike runs are never averaged.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from typing import Any
 from kalmannorm.grouped import INFERENCE_MODES
 from kalmannorm.lab.methods import METHODS
 from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.report import palette
+from kalmannorm.lab.report import naming, palette
 from kalmannorm.lab.report.collecting import Collected, Experiment, Found, without_twins
+from kalmannorm.lab.report.naming import grouped
 from kalmannorm.lab.report.spread import Spread, spread
-from kalmannorm.lab.report.wording import option
+from kalmannorm.lab.report.trained import sound
 from kalmannorm.lab.setting import Setting
 
-# What makes two runs incomparable, and what a cell of the table stands for.
 _TASK = ("dataset", "model", "train_examples", "test_examples", "image_size", "pretrained")
-_CELL = ("method", "gradient_batch", "statistics_batch")
+"""What makes two runs incomparable."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: a method, with what sets it apart from another row of the same method."""
+    """A row: a method, with what sets it apart from other rows; see `naming`."""
 
-    label: str
+    name: str
     method: str
     colour: int
+    terms: str = ""
+    """On what it was trained, where rows differ in that."""
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, (self.name, self.terms)))
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,27 @@ class Comparison:
     def diverged(self, variant: Variant, setting: Setting) -> int:
         return sum(run.state == "diverged" for run in self.seeds(variant, setting))
 
+    def sound(self, variant: Variant, setting: Setting) -> bool:
+        """Whether the cell may be compared: none of its runs is at chance level or too short."""
+        return sound([run.ended for run in self.seeds(variant, setting)])
 
-def grouped(method: str) -> bool:
-    """Whether the statistics batch matters to it."""
-    return method not in METHODS or METHODS[method].groups
+    @cached_property
+    def alike(self) -> list[Variant]:
+        """The rows that sentences compare: all trained on the same terms. Of several terms those that have batch norm
+        beside a filter, and then those of most runs."""
+        kinds: dict[str, list[Variant]] = {}
+        for variant in self.variants:
+            kinds.setdefault(variant.terms, []).append(variant)
+
+        def weight(rows: list[Variant]) -> tuple[bool, int]:
+            both = any(row.method == "bn" for row in rows) and any(is_filter(row.method) for row in rows)
+            return both, sum(len(runs) for (row, _), runs in self.cells.items() if row in rows)
+
+        return max(kinds.values(), key=weight, default=[])
+
+
+def is_filter(method: str) -> bool:
+    return method in METHODS and METHODS[method].to == "kalman"
 
 
 def _number(record: Any, keys: Sequence[str]) -> float | None:
@@ -140,14 +163,14 @@ def _values(recipe: Recipe, names: Sequence[str]) -> tuple[Any, ...]:
 
 def _comparison(runs: list[Found]) -> Comparison:
     recipes = [found.run.recipe for found in runs]
-    others = [name for name in recipes[0].to_json() if name not in (*_TASK, *_CELL, "seed")]
-    telling = [name for name in others if _varies_within_a_cell(recipes, name)]
+    others = [name for name in naming.options(recipes[0]) if name not in _TASK]
+    telling = naming.telling(recipes)
     rows: dict[tuple[Any, ...], Recipe] = {}
-    for recipe in sorted(recipes, key=_row_order):
+    for recipe in sorted(recipes, key=lambda recipe: _row_order(recipe, telling)):
         rows.setdefault(_values(recipe, ["method", *telling]), recipe)
     shades = palette.colours([recipe.method for recipe in rows.values()])
     variants = {
-        key: Variant(_label(recipe, telling, list(rows.values())), recipe.method, shade)
+        key: Variant(naming.own_name(recipe, telling, recipes), recipe.method, shade, naming.terms(recipe, telling))
         for (key, recipe), shade in zip(rows.items(), shades, strict=True)
     }
     cells: dict[tuple[Variant, Setting], list[Found]] = {}
@@ -176,18 +199,8 @@ def _settings(recipes: list[Recipe]) -> list[Setting]:
     return sorted(found, key=lambda setting: (-setting.gradient_batch, -setting.statistics_batch))
 
 
-def _varies_within_a_cell(recipes: list[Recipe], name: str) -> bool:
-    seen: dict[tuple[Any, ...], Any] = {}
-    return any(seen.setdefault(_values(r, _CELL), getattr(r, name)) != getattr(r, name) for r in recipes)
-
-
-def _row_order(recipe: Recipe) -> int:
-    """Batch norm first, as what the others are compared with; then as the methods are listed."""
-    return list(METHODS).index(recipe.method) if recipe.method in METHODS else len(METHODS)
-
-
-def _label(recipe: Recipe, telling: list[str], rows: list[Recipe]) -> str:
-    title = METHODS[recipe.method].title if recipe.method in METHODS else recipe.method
-    same = [row for row in rows if row.method == recipe.method]
-    apart = [name for name in telling if len({getattr(row, name) for row in same}) > 1]
-    return ", ".join([title, *(option(name, getattr(recipe, name)) for name in apart)])
+def _row_order(recipe: Recipe, telling: Sequence[str]) -> tuple[int, list[tuple[bool, Any]]]:
+    """Batch norm first, as what the others are compared with; then as the methods are listed, and by what tells rows
+    of one method apart."""
+    place = list(METHODS).index(recipe.method) if recipe.method in METHODS else len(METHODS)
+    return place, [(value is not None, value) for value in _values(recipe, telling)]

@@ -29,7 +29,7 @@ def speed(comparison: Comparison, slug: str) -> Figure | None:
 
 
 def memory(comparison: Comparison, slug: str) -> Figure | None:
-    caption = "Peak memory of the training process, or of the GPU where one was used."
+    caption = "What torch allocated on the GPU at most, while training; runs on a CPU are not measured."
     return _figure(
         comparison, slug, "Peak memory", "peak memory", caption, "peak_memory", lambda value: size(value.mean)
     )

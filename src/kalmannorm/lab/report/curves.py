@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kalmannorm.lab.records import Record
 from kalmannorm.lab.report.charts import Bar, BarGroup, Bars, Chart, Curves, Figure, Lines, Series, spaced
@@ -102,7 +102,7 @@ def curve(label: str, colour: int, runs: Sequence[Found], measured: str, quantit
     logs = [_points(run, measured, quantity) for run in runs]
     epochs = {step: epoch for log in logs for step, (epoch, _) in log.items()}
     found: list[tuple[int, float, Spread]] = []
-    for step in sorted(epochs):
+    for step in common_steps(logs):
         values = []
         for run, log in zip(runs, logs, strict=True):
             if step in log:
@@ -116,6 +116,14 @@ def curve(label: str, colour: int, runs: Sequence[Found], measured: str, quantit
         return None
     found = [found[place] for place in spaced(len(found), _MOST_POINTS)]
     return _series(label, colour, [(epoch, value) for _, epoch, value in found], [step for step, _, _ in found])
+
+
+def common_steps(logs: Sequence[Collection[int]]) -> list[int]:
+    """Without those at which some seed was not looked at: the mean would jump there. A diverged seed ends before the
+    others, and one that was looked at only once is not asked."""
+    followed = [log for log in logs if len(log) > 1]
+    steps = {step for log in logs for step in log}
+    return sorted(step for step in steps if all(step in log or step > max(log) for log in followed))
 
 
 def _points(run: Found, measured: str, quantity: str) -> dict[int, tuple[float, float | None]]:

@@ -7,6 +7,7 @@ import math
 from kalmannorm.lab.report.charts import Curves, Figure, Heatmap, Lines, Map, Series, spaced
 from kalmannorm.lab.report.collecting import Found
 from kalmannorm.lab.report.comparison import Comparison
+from kalmannorm.lab.report.curves import common_steps
 from kalmannorm.lab.report.spread import spread
 
 _MOST_LAYERS, _MOST_COLUMNS = 120, 60
@@ -68,7 +69,7 @@ def _map(title: str, runs: list[Found]) -> Map | None:
             by_step.setdefault(event["step"], []).append(event.get("gains") or {})
             epochs[event["step"]] = event["epoch"]
     layers = list(dict.fromkeys(name for gains in by_step.values() for one in gains for name in one))
-    steps = sorted(by_step)
+    steps = common_steps([[event["step"] for event in run.of("gains")] for run in runs])
     if not layers or len(steps) < 2:
         return None
     layers = [layers[i] for i in spaced(len(layers), _MOST_LAYERS)]

@@ -74,6 +74,7 @@ def _topics(chapter: Chapter, prefix: str) -> list[Topic]:
 
 
 def _comparison(comparison: Comparison, prefix: str, named: bool) -> list[Topic]:
+    speed, memory = costs.speed(comparison, f"{prefix}speed"), costs.memory(comparison, f"{prefix}memory")
     found: list[tuple[str, list[Item | None]]] = [
         (
             "Results",
@@ -96,14 +97,7 @@ def _comparison(comparison: Comparison, prefix: str, named: bool) -> list[Topic]
         ),
         ("Variance gap", [gaps.variance_gap(comparison, f"{prefix}variance-gap")]),
         ("Prior and observation", [priors.prior_against_observed(comparison, f"{prefix}prior")]),
-        (
-            "Speed and memory",
-            [
-                *_said(on_speed(comparison)),
-                costs.speed(comparison, f"{prefix}speed"),
-                costs.memory(comparison, f"{prefix}memory"),
-            ],
-        ),
+        ("Speed and memory" if memory else "Speed", [*_said(on_speed(comparison)), speed, memory]),
     ]
     topics = [Topic(title, [item for item in items if item is not None]) for title, items in found]
     return [topic for topic in topics if topic.items]
@@ -201,7 +195,7 @@ def _document(
     theme = _part("theme.js")
     script = '"use strict";\n(() => {\n' + "".join(_part(name) for name in _SCRIPTS) + "})();\n"
     data = json.dumps(
-        {"figures": [figure.to_json() for figure in drawn], "dashes": palette.DASHES, "markers": palette.MARKERS},
+        {"figures": [figure.to_json() for figure in drawn], "looks": palette.looks()},
         separators=(",", ":"),
         allow_nan=False,
     )

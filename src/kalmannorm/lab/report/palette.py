@@ -2,10 +2,13 @@
 
 Eight series colours per scheme, found by search: any two stay apart (ΔE in Oklab of 10 or more) for full colour vision
 and for each of the three dichromacies, and each has a contrast of 3 or more to its background. Dashes and markers tell
-series apart without colour.
+series apart without colour. A ninth series has a colour again, but hollow, with another dash and another marker: what
+is called a colour elsewhere is a number that stands for one such look.
 """
 
 from __future__ import annotations
+
+import itertools
 
 LIGHT = ("#082f7d", "#e07000", "#15a88a", "#af64de", "#845605", "#1d7f88", "#551f33", "#535457")
 DARK = ("#6198df", "#e45c17", "#a2efd1", "#aa48fc", "#f6c503", "#3bcae7", "#a84d73", "#989898")
@@ -19,17 +22,54 @@ SEQUENTIAL = (("#f2f5f9", "#6f9bd1", "#0a2f70"), ("#1d232b", "#3f6fae", "#cfe3ff
 _FIXED = {"bkn": 0, "bn": 1, "gn": 2, "bkn-learned": 3, "brn": 4, "ln": 5, "in": 6}
 
 
+LOOKS = 64
+"""So many series differ in colour, dash or marker; 24 of them in colour or filling."""
+
+
+def shade(colour: int) -> str:
+    """On white."""
+    return LIGHT[colour % len(LIGHT)]
+
+
+def filled(colour: int) -> tuple[str, float]:
+    """What a marker or a bar is filled with on white: its shade and how much of it."""
+    return shade(colour), (1.0, 0.0, 0.4)[filling(colour)]
+
+
+def dash(colour: int) -> str:
+    again, own = divmod(colour, len(LIGHT))
+    return DASHES[(own + 3 * again) % len(DASHES)]
+
+
+def marker(colour: int) -> str:
+    again, own = divmod(colour, len(LIGHT))
+    return MARKERS[(own + again) % len(MARKERS)]
+
+
+def filling(colour: int) -> int:
+    """0 is full, 1 hollow, 2 half."""
+    return colour // len(LIGHT) % 3
+
+
+def classes(colour: int) -> str:
+    """Of an element in this look."""
+    return f"series-{colour % len(LIGHT)}" + (f" filling-{filling(colour)}" if filling(colour) else "")
+
+
+def looks() -> list[tuple[str, str, str]]:
+    """Classes, dash and marker of every look, for the page's script."""
+    return [(classes(i), dash(i), marker(i)) for i in range(LOOKS)]
+
+
 def colours(methods: list[str]) -> list[int]:
-    """A colour for each row: its method's own, or, where that is taken, the next free one."""
+    """A look for each row, none twice: its method's own; for further rows of a method a colour that no method here has;
+    when none is left, the method's own but hollow, or whatever is free."""
+    own = {method: _FIXED.get(method, 7) for method in methods}
+    plain = [i for i in range(len(LIGHT)) if i not in own.values()]
     given: list[int] = []
     for method in methods:
-        wanted = _FIXED.get(method, 7)
-        if wanted in given:
-            own = {_FIXED.get(other, 7) for other in methods}
-            free = [i for i in range(len(LIGHT)) if i not in given and i not in own]
-            free += [i for i in range(len(LIGHT)) if i not in given]
-            wanted = free[0] if free else len(given) % len(LIGHT)
-        given.append(wanted)
+        choices = itertools.chain([own[method]], plain, [own[method] + len(LIGHT)], itertools.count(len(LIGHT)))
+        given.append(next(i for i in choices if i not in given))
     return given
 
 

@@ -111,11 +111,14 @@ def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
     handles = {}
     for ax, panel in zip(axes, chart.panels, strict=False):
         for series in panel.series:
-            colour, dash = palette.LIGHT[series.colour], palette.DASHES[series.colour]
+            colour, dash = palette.shade(series.colour), palette.dash(series.colour)
             style: Any = (0, [float(part) for part in dash.split()]) if dash else "-"
-            marker = _MARKERS[palette.MARKERS[series.colour % len(palette.MARKERS)]] if chart.ticks else None
+            marked = bool(chart.ticks) or len(series.x) == 1
+            marker = _MARKERS[palette.marker(series.colour)] if marked else None
+            inside = palette.filled(series.colour)
             y = [float("nan") if value is None else value for value in series.y]
             (line,) = ax.plot(series.x, y, color=colour, linestyle=style, linewidth=1.5, marker=marker, markersize=4)
+            line.set_markerfacecolor(inside)
             handles[_plain(series.label)] = line
             if chart.aside:
                 ax.errorbar(series.x, y, yerr=[s or 0 for s in series.std], fmt="none", ecolor=colour, elinewidth=1)
@@ -131,9 +134,17 @@ def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
             names = [_plain(name) for name in chart.ticks[::every]]
             ax.set_xticks(range(0, len(chart.ticks), every), names, rotation=90 if _long(names) else 0)
             ax.set_xlim(-0.35, len(chart.ticks) - 0.65)
+        else:
+            ax.set_xlim(0, x_end(chart))
         ax.set_ylabel(chart.y)
         ax.set_ylim(y_range(chart))
     canvas.legend(handles.values(), handles.keys(), loc="lower center", ncols=6)
+
+
+def x_end(chart: Curves) -> float:
+    """Training starts at 0, and the axis ends a little after it; the page does the same."""
+    last = max((x for panel in chart.panels for series in panel.series for x in series.x), default=0.0)
+    return 1.02 * last or 1.0
 
 
 def y_range(chart: Curves) -> tuple[float, float]:
@@ -177,7 +188,7 @@ def _heatmap(canvas: Canvas, axes: list[Axes], chart: Heatmap) -> None:
 
 def _scatter(axes: list[Axes], chart: Scatter) -> None:
     for ax, panel in zip(axes, chart.panels, strict=False):
-        ax.scatter(panel.x, panel.y, s=14, color=palette.LIGHT[chart.colour], alpha=0.65, linewidth=0)
+        ax.scatter(panel.x, panel.y, s=14, color=palette.shade(chart.colour), alpha=0.65, linewidth=0)
         both = [*panel.x, *panel.y]
         ax.plot([min(both), max(both)], [min(both), max(both)], color="#8a929c", linewidth=1)
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
@@ -192,7 +203,8 @@ def _bars(axes: list[Axes], chart: Bars) -> None:
         drawn = ax.barh(
             names,
             [bar.value for bar in group.bars],
-            color=[palette.LIGHT[bar.colour] for bar in group.bars],
+            color=[palette.filled(bar.colour) for bar in group.bars],
+            edgecolor=[palette.shade(bar.colour) for bar in group.bars],
             height=0.6,
         )
         ax.errorbar(

@@ -1,4 +1,7 @@
-"""What the numbers of these very runs show, in plain sentences. Nothing here knows what the answer should be."""
+"""What the numbers of these very runs show, in plain sentences. Nothing here knows what the answer should be.
+
+Like is compared with like: rows that were trained on the same terms, and runs that learned something.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kalmannorm.lab.methods import METHODS
-from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.comparison import Comparison, Variant, is_filter
 from kalmannorm.lab.report.costs import hardware
 from kalmannorm.lab.report.gains import final
+from kalmannorm.lab.report.naming import run_name
 from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.trained import caveats, too_short
 from kalmannorm.lab.report.wording import accuracy, counted, listed, number
 from kalmannorm.lab.setting import Setting
 
@@ -26,18 +30,28 @@ def what(comparison: Comparison, named: bool = True) -> str:
     """What was compared, in one sentence; with the names of model and data set where no title says them."""
     seeds = {len(runs) for runs in comparison.cells.values()}
     epochs = comparison.common.get("epochs")
-    made = f"{counted(len(comparison.variants), 'method')} at {counted(len(comparison.settings), 'setting')}"
+    methods, rows = len({variant.method for variant in comparison.variants}), len(comparison.variants)
+    made = counted(methods, "method") + (f" in {rows} variants" if rows > methods else "")
+    made += f" at {counted(len(comparison.settings), 'setting')}"
     if seeds:
         fewest, most = min(seeds), max(seeds)
         made += f", {counted(most, 'seed') if fewest == most else f'{fewest} to {most} seeds'} each"
     if epochs is not None:
-        made += f", {epochs:g} epochs"
+        made += f", {counted(epochs, 'epoch')}"
     return f"{comparison.title}: {made}." if named else f"{made}."
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """On accuracy, and on the runs that did not end as they should."""
-    return [*_falls(comparison), *_best(comparison), *_states(comparison)]
+    """What to know before all else, on accuracy, and on the runs that did not end as they should."""
+    warned = caveats([run.ended for run in comparison.counting])
+    told = [_on_terms(comparison, said) for said in (*_falls(comparison), *_best(comparison))]
+    return [*warned, *told, *_states(comparison)]
+
+
+def _on_terms(comparison: Comparison, said: str) -> str:
+    """With the terms that the sentence is of, where there are others."""
+    terms = comparison.alike[0].terms
+    return f"With {terms}, {said[0].lower()}{said[1:]}" if terms else said
 
 
 @dataclass(frozen=True)
@@ -63,14 +77,11 @@ class _Change:
         return "falls to" if change < 0 else "rises to"
 
 
-def _of(comparison: Comparison, *methods: str) -> list[Variant]:
-    return [variant for variant in comparison.variants if variant.method in methods]
-
-
 def _falls(comparison: Comparison) -> list[str]:
     """Batch norm beside the best filter where they differ most: at each smaller statistics batch the largest
     difference, and always the smallest one in population mode."""
-    baselines, filters = _of(comparison, "bn"), _kalman(comparison)
+    baselines = [row for row in comparison.alike if row.method == "bn"]
+    filters = [row for row in comparison.alike if is_filter(row.method)]
     if not baselines or not filters:
         return []
     smallest = comparison.settings[-1]
@@ -89,10 +100,6 @@ def _falls(comparison: Comparison) -> list[str]:
     return told
 
 
-def _kalman(comparison: Comparison) -> list[Variant]:
-    return [v for v in comparison.variants if v.method in METHODS and METHODS[v.method].to == "kalman"]
-
-
 def _pair(
     comparison: Comparison, baseline: Variant, filters: Sequence[Variant], setting: Setting, mode: str
 ) -> tuple[_Change, _Change] | None:
@@ -103,23 +110,28 @@ def _pair(
 
 
 def _change(comparison: Comparison, variant: Variant, setting: Setting, mode: str) -> _Change | None:
-    now = comparison.accuracy(variant, setting, mode)
+    now = _sound(comparison, variant, setting, mode)
     same = [s for s in comparison.settings if s.gradient_batch == setting.gradient_batch]
-    before = None if same[0] == setting else comparison.accuracy(variant, same[0], mode)
+    before = None if same[0] == setting else _sound(comparison, variant, same[0], mode)
     return None if now is None else _Change(variant, now, before, comparison.diverged(variant, setting))
 
 
+def _sound(comparison: Comparison, variant: Variant, setting: Setting, mode: str) -> Spread | None:
+    """An accuracy that may be compared."""
+    return comparison.accuracy(variant, setting, mode) if comparison.sound(variant, setting) else None
+
+
 def _story(setting: Setting, mode: str, one: _Change, other: _Change) -> str:
-    start = f"At {setting} in {mode} mode {one.variant.label} {one.verb} {accuracy(one.now)} %"
+    start = f"At {setting} in {mode} mode {one.variant.name} {one.verb} {accuracy(one.now)} %"
     if one.before is not None and one.verb.endswith(" to"):
         start += f" from {accuracy(one.before)}"
     if apart(one.now, other.now) is False and not one.diverged:
-        return f"{start}; {other.variant.label}, at {accuracy(other.now)}, does not differ by more than the spread."
+        return f"{start}; {other.variant.name}, at {accuracy(other.now)}, does not differ by more than the spread."
     verb = other.verb
     if verb == one.verb and not other.diverged:
         verb = verb.partition(" ")[2]  # "falls to 86.3, BKN to 91.0"
     alone = " (one seed: the spread is unknown)" if apart(one.now, other.now) is None else ""
-    return f"{start}, {' '.join(filter(None, (other.variant.label, verb, accuracy(other.now))))}{alone}."
+    return f"{start}, {' '.join(filter(None, (other.variant.name, verb, accuracy(other.now))))}{alone}."
 
 
 def _best(comparison: Comparison) -> list[str]:
@@ -129,17 +141,17 @@ def _best(comparison: Comparison) -> list[str]:
     setting = comparison.settings[-1]
     cells = [
         (value, variant, mode)
-        for variant in comparison.variants
+        for variant in comparison.alike
         for mode in comparison.modes
-        if (value := comparison.accuracy(variant, setting, mode)) is not None
+        if (value := _sound(comparison, variant, setting, mode)) is not None
     ]
     if len({variant for _, variant, _ in cells}) < 2:
         return []
     cells.sort(key=lambda cell: -cell[0].mean)
     value, variant, mode = cells[0]
     rival, second, way = next(cell for cell in cells if cell[1] != variant)
-    text = f"The best at {setting} is {variant.label} in {mode} mode, {accuracy(value)} %"
-    text += f"; next is {second.label} in {way} mode, {accuracy(rival)}"
+    text = f"The best at {setting} is {variant.name} in {mode} mode, {accuracy(value)} %"
+    text += f"; next is {second.name} in {way} mode, {accuracy(rival)}"
     if apart(value, rival) is False:
         text += ", no difference beyond the spread"
     return [text + "."]
@@ -147,7 +159,7 @@ def _best(comparison: Comparison) -> list[str]:
 
 def on_gains(comparison: Comparison) -> list[str]:
     told = []
-    for variant in _kalman(comparison):
+    for variant in (row for row in comparison.variants if is_filter(row.method)):
         means = []
         for setting in comparison.settings:
             values = [q for run in comparison.seeds(variant, setting) for q in final(run).values()]
@@ -159,12 +171,13 @@ def on_gains(comparison: Comparison) -> list[str]:
 
 
 def on_speed(comparison: Comparison) -> list[str]:
-    """As a ratio to batch norm, on one kind of machine only, and only where the seeds agree."""
-    baselines = _of(comparison, "bn")
-    if not baselines or len(hardware(comparison)) != 1:
+    """As a ratio to batch norm, on one kind of machine only, and only where the seeds agree and steps are many."""
+    baselines = [row for row in comparison.alike if row.method == "bn"]
+    hasty = any(too_short(*run.ended) for run in comparison.counting)
+    if not baselines or hasty or len(hardware(comparison)) != 1:
         return []
     told, noise = [], 0.0
-    for variant in comparison.variants:
+    for variant in comparison.alike:
         ratios = []
         for setting in comparison.settings:
             one = comparison.measured(variant, setting, "images_per_second")
@@ -173,11 +186,12 @@ def on_speed(comparison: Comparison) -> list[str]:
                 ratios.append(one.mean / base.mean)
                 noise = max(noise, *((value.std or 0.0) / value.mean for value in (one, base)))
         if ratios and variant != baselines[0]:
-            told.append(f"{variant.label} {number(statistics.median(ratios), 2)}")
+            told.append(f"{variant.name} {number(statistics.median(ratios), 2)}")
     if told and noise > _NOISY:
         return [f"Seeds of one method differ in speed by up to {noise:.0%} (standard deviation): too much to compare."]
-    label = baselines[0].label
-    return [f"Training speed, as a ratio to {label} (median over settings): {', '.join(told)}."] if told else []
+    name = baselines[0].name
+    said = f"Training speed, as a ratio to {name} (median over settings): {', '.join(told)}."
+    return [_on_terms(comparison, said)] if told else []
 
 
 def _states(comparison: Comparison) -> list[str]:
@@ -189,11 +203,7 @@ def _states(comparison: Comparison) -> list[str]:
     ):
         runs = [run.run.recipe for run in comparison.runs if run.state == state]
         if runs:
-            labels = [f"{_title(recipe.method)} {recipe.setting} seed {recipe.seed}" for recipe in runs]
+            labels = [run_name(recipe) for recipe in runs]
             names = listed(labels) if len(labels) <= 3 else f"{', '.join(labels[:3])} and {len(labels) - 3} more"
             told.append(f"{counted(len(runs), 'run')} {one if len(runs) == 1 else many}: {names}.")
     return told
-
-
-def _title(method: str) -> str:
-    return METHODS[method].title if method in METHODS else method

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.comparison import Comparison, Variant, grouped
+from kalmannorm.lab.report import palette
+from kalmannorm.lab.report.columns import is_papers, spread_of, texts
+from kalmannorm.lab.report.comparison import Comparison, Variant
 from kalmannorm.lab.report.markup import Markup, element, joined
+from kalmannorm.lab.report.naming import grouped
 from kalmannorm.lab.report.spread import Spread, apart
-from kalmannorm.lab.report.wording import decimals, listed, number, option, plus_minus
+from kalmannorm.lab.report.wording import MISSING, listed, number, option
 from kalmannorm.lab.setting import Setting
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
@@ -52,8 +55,12 @@ def results(comparison: Comparison) -> Markup:
         cells = [element("th", _swatch(variant), variant.label, scope="row", class_="name", data_value=order)]
         for column in columns:
             value = values.get((variant, column))
-            column_values = [values[other, column] for other in comparison.variants if (other, column) in values]
-            cells.append(_cell(comparison, variant, column, value, column_values, top, _edge(column, first)))
+            rivals = [
+                values[other, column]
+                for other in comparison.variants
+                if (other, column) in values and comparison.sound(other, column[0])
+            ]
+            cells.append(_cell(comparison, variant, column, value, rivals, top, _edge(column, first)))
         rows.append(element("tr", *cells))
     name = f"Test accuracy of {comparison.title}"
     kind = "sortable compact" if len(columns) <= _FEW else "sortable"
@@ -65,7 +72,7 @@ def _edge(column: tuple[Setting, str], first: set[tuple[Setting, str]]) -> str |
 
 
 def _swatch(variant: Variant) -> Markup:
-    return element("span", class_=f"swatch series-{variant.colour}", aria_hidden="true")
+    return element("span", class_=f"swatch {palette.classes(variant.colour)}", aria_hidden="true")
 
 
 def _sorter(label: str) -> Markup:
@@ -78,16 +85,18 @@ def _cell(
     variant: Variant,
     column: tuple[Setting, str],
     value: Spread | None,
-    column_values: Sequence[Spread],
+    rivals: Sequence[Spread],
     top: float,
     edge: str | None,
 ) -> Markup:
     if value is None:
         missing = "no such run, or no such way of inference"
-        return element("td", "–", title=missing, class_=" ".join(filter(None, ("none", edge))))
-    best = max(column_values, key=lambda other: other.mean)
+        return element("td", MISSING, title=missing, class_=" ".join(filter(None, ("none", edge))))
+    best = max(rivals, key=lambda other: other.mean, default=None)
     diverged = comparison.diverged(variant, column[0])
-    level = apart(value, best) is False and not diverged  # the spread of a failure is no merit
+    comparable = best is not None and any(value is rival for rival in rivals)
+    # The spread of a failure is no merit.
+    level = best is not None and comparable and apart(value, best) is False and not diverged
     classes = ["best"] if value is best else ["level"] if level else []
     fall = sum(top - value.mean >= limit for limit in _SHORTFALLS)
     classes += [f"fall-{fall}"] if fall else []
@@ -145,17 +154,16 @@ def brought(table: Record) -> Markup:
     columns = [str(name) for name in table.get("columns") or []]
     lines = [list(cells) for cells in table.get("rows") or []]
     kinds = [_kind(i, name, [cells[i] for cells in lines if i < len(cells)]) for i, name in enumerate(columns)]
-    places = [_places([cells[i] for cells in lines if i < len(cells)]) for i in range(len(columns))]
     heads = [element("th", _sorter(name), scope="col", class_=kinds[i]) for i, name in enumerate(columns)]
     rows = []
-    for order, cells in enumerate(lines):
+    for order, (cells, words) in enumerate(zip(lines, texts(table), strict=True)):
         made = []
-        for i, cell in enumerate(cells[: len(columns)]):
-            words, key = cell_text(cell, places[i])
-            seeds = f"n = {cell['n']}" if isinstance(cell, dict) and "n" in cell else None
-            name, scope, sort = ("th", "row", order) if i == 0 else ("td", None, words)
-            value = sort if key is None else key
-            made.append(element(name, words, scope=scope, class_=kinds[i], data_value=value, title=seeds))
+        for i, (cell, text) in enumerate(zip(cells, words, strict=False)):
+            value = spread_of(cell)
+            seeds = f"n = {value.n}" if value is not None else None
+            name, scope = ("th", "row") if i == 0 else ("td", None)
+            sort = order if i == 0 else _sort_key(cell, text)
+            made.append(element(name, text, scope=scope, class_=kinds[i], data_value=sort, title=seeds))
         rows.append(element("tr", *made))
     title, note = str(table.get("title") or ""), table.get("note")
     return joined(
@@ -165,38 +173,20 @@ def brought(table: Record) -> Markup:
     )
 
 
+def _sort_key(cell: Any, text: str) -> object:
+    value = spread_of(cell)
+    if value is not None:
+        return value.mean
+    return float(cell) if isinstance(cell, (int, float)) and not isinstance(cell, bool) else text
+
+
 def _kind(place: int, name: str, cells: Sequence[Any]) -> str | None:
     """How a column looks: the first one stays, the paper's are set apart, words stand to the left."""
     classes = ["name"] if place == 0 else []
-    classes += ["paper"] if "paper" in name.lower() else []
+    classes += ["paper"] if is_papers(name) else []
     known = [cell for cell in cells if cell is not None]
     classes += ["text"] if known and all(isinstance(cell, str) for cell in known) else []
     return " ".join(classes) or None
-
-
-def _places(cells: Sequence[Any]) -> int:
-    """Decimals that suit all numbers of a column: none where none has any, else what three digits need."""
-    most = 0
-    for cell in cells:
-        if isinstance(cell, dict) and isinstance(cell.get("mean"), (int, float)):
-            most = max(most, decimals(cell["mean"]))
-        elif isinstance(cell, float):
-            shown = f"{cell:.{decimals(cell)}f}"
-            most = max(most, len(shown.rstrip("0").partition(".")[2]))
-    return most
-
-
-def cell_text(cell: Any, places: int) -> tuple[str, float | None]:
-    """How a cell of an experiment's table reads, and what it sorts by."""
-    if isinstance(cell, dict) and isinstance(cell.get("mean"), (int, float)):
-        std = cell.get("std")
-        value = Spread(cell["mean"], std if isinstance(std, (int, float)) else None, cell.get("n") or 1)
-        return plus_minus(value, places), value.mean
-    if isinstance(cell, bool):
-        return ("yes" if cell else "no"), None
-    if isinstance(cell, (int, float)):
-        return number(cell, places if isinstance(cell, float) else None), float(cell)
-    return ("–" if cell is None or isinstance(cell, (dict, list)) else str(cell)), None
 
 
 def _box(name: str, head: object, rows: Sequence[Markup], kind: str) -> Markup:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 from kalmannorm.lab.report.comparison import Chapter
 from kalmannorm.lab.report.markup import Markup, element
+from kalmannorm.lab.report.naming import title as title_of
 
 _ELEMENTS = {"svg", "g", "defs", "marker", "path", "rect", "line", "circle", "text", "tspan", "title"}
 _ATTRIBUTES = {
@@ -23,10 +24,9 @@ def drawings(chapters: list[Chapter]) -> list[tuple[str, Path]]:
     found: dict[str, Path] = {}
     for chapter in chapters:
         for comparison in chapter.comparisons:
-            labels = {variant.method: variant.label.partition(",")[0] for variant in comparison.variants}
             for run in comparison.runs:
                 path = run.run.folder / "wiring.svg"
-                title = f"{comparison.model}, {labels[run.run.recipe.method]}"
+                title = f"{comparison.model}, {title_of(run.run.recipe.method)}"
                 if title not in found and path.is_file():
                     found[title] = path
     return list(found.items())

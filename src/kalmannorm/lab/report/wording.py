@@ -9,6 +9,8 @@ from typing import Any
 
 from kalmannorm.lab.report.spread import Spread
 
+MISSING = "–"
+
 
 def decimals(value: float) -> int:
     """As many as give about three digits that mean something."""
@@ -22,16 +24,27 @@ def number(value: float, places: int | None = None) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and places is None:
         return f"{value:,}".replace("-", "−")
     if not math.isfinite(value):
-        return "–"
+        return MISSING
     if value and abs(value) < 1e-4 and places is None:
         return f"{value:.1e}".replace("-", "−")
     return f"{value:,.{decimals(value) if places is None else places}f}".replace("-", "−")
 
 
+def places_of(value: Spread) -> int:
+    """Decimals by the spread: the first at which it is seen, one at least; two digits where it is unknown or nothing.
+    None in thousands."""
+    if abs(value.mean) >= 1000:
+        return 0
+    if value.std:
+        return next((places for places in range(1, 6) if round(value.std, places)), 6)
+    size = abs(value.mean)
+    return 1 if size >= 1 or not size else min(6, 1 - math.floor(math.log10(size)))
+
+
 def plus_minus(value: Spread, places: int | None = None) -> str:
     """Mean and standard deviation, to the same place."""
     if places is None:
-        places = decimals(value.mean)
+        places = places_of(value)
     tail = "" if value.std is None else f" ± {number(value.std, places)}"
     return number(value.mean, places) + tail
 
@@ -69,12 +82,15 @@ def unbroken(words: str) -> str:
     return re.sub(r"(?<=\d) (?=[±%])|(?<=±) |(?<=,) (?=\d+\))", "\u00a0", words)
 
 
-def counted(count: int, one: str, many: str | None = None) -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def counted(count: float, one: str) -> str:
+    """ "1 run", "2 runs", "0.5 epochs"."""
+    return f"{count if isinstance(count, int) else f'{count:g}'} {one if count == 1 else one + 's'}"
 
 
 def option(name: str, value: Any) -> str:
-    """A recipe's field in words: "learning rate 0.1", "no augment"."""
+    """A recipe's field in words: "learning rate 0.1", "15 epochs", "no augment"."""
+    if name == "epochs":
+        return counted(value, "epoch")
     words = "q₀" if name == "gain" else name.replace("_", " ")
     if isinstance(value, bool):
         return words if value else f"no {words}"

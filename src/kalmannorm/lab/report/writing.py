@@ -67,7 +67,8 @@ def summarize(folders: Sequence[Path]) -> Record:
 
 def _chapter(chapter: Chapter) -> Record:
     record = chapter.experiment.record if chapter.experiment else {}
-    experiment = {key: record.get(key) for key in ("name", "title", "dataset", "budget", "stand_in", "tables", "notes")}
+    told = ("name", "title", "dataset", "budget", "stand_in", "warnings", "tables", "notes")
+    experiment = {key: record.get(key) for key in told}
     return {
         "title": chapter.title,
         "experiment": experiment if chapter.experiment else None,

@@ -13,7 +13,7 @@ function drawCurves(nodes, chart, view) {
   }
   const [low, most] = extent(tall, chart.log, chart.aside ? 0.12 : 0.04);
   const high = Math.min(most, chart.top ?? Infinity);
-  const [first, last] = chart.ticks ? [-0.35, chart.ticks.length - 0.65] : extent(known.flatMap(places), false, 0);
+  const [first, last] = chart.ticks ? [-0.35, chart.ticks.length - 0.65] : [0, 1.02 * Math.max(0, ...known.flatMap(places)) || 1];
   const long = chart.ticks && Math.max(...chart.ticks.map((words) => words.length)) > 8;
 
   chart.panels.forEach((panel, index) => {
@@ -47,7 +47,7 @@ function drawCurves(nodes, chart, view) {
       dots.replaceChildren();
       for (const [series, i] of rows) {
         const up = clamp(y(series.y[i]), 0, plot.height);
-        shape(dots, "circle", { cx: x(here), cy: up, r: 3.5, class: `dot series-${series.colour}` });
+        shape(dots, "circle", { cx: x(here), cy: up, r: 3.5, class: `dot ${look(series.colour).classes}` });
       }
       const name = chart.ticks ? chart.ticks[here] : `${view.steps ? "step" : chart.x} ${format(here, Number.isInteger(here) ? 0 : 2)}`;
       tip.show(...inWindow(plot, x(here), at ?? plot.height / 2), [panel.title, name].filter(Boolean).join(" · "),
@@ -74,7 +74,8 @@ function named(names, width, slanted) {
 }
 
 function drawLine(parent, series, places, x, y, chart) {
-  const group = shape(parent, "g", { class: `series-${series.colour}` });
+  const { classes, dash, marker: kind } = look(series.colour);
+  const group = shape(parent, "g", { class: classes });
   const points = series.y.map((value, i) => (value === null ? null : [x(places[i]), value, series.std?.[i] ?? 0])).filter(Boolean);
   const bottom = (value, std) => y(chart.log ? Math.max(value - std, value / 10) : value - std);
   if (series.std && chart.aside) {
@@ -88,9 +89,8 @@ function drawLine(parent, series, places, x, y, chart) {
     shape(group, "polygon", { points: [...upper, ...lower].join(" "), class: "band" });
   }
   const path = points.map(([px, value]) => `${px.toFixed(1)},${y(value).toFixed(1)}`).join(" ");
-  shape(group, "polyline", { points: path, class: "line", "stroke-dasharray": DATA.dashes[series.colour] });
+  shape(group, "polyline", { points: path, class: "line", "stroke-dasharray": dash });
   if (points.length === 1 || (chart.ticks && chart.ticks.length <= 40)) {
-    const kind = DATA.markers[series.colour % DATA.markers.length];
     for (const [px, value] of points) marker(group, kind, px, y(value), 3.4, { class: "point" });
   }
 }

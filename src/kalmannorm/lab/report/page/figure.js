@@ -86,14 +86,15 @@ function buildLegend(node, chart, view, changed) {
   if (chart.kind !== "curves") return;
   const entries = new Map(chart.panels.flatMap((panel) => panel.series).map((one) => [one.label, one.colour]));
   for (const [label, colour] of entries) {
+    const { classes, dash, marker: kind } = look(colour);
     const sample = document.createElementNS(SVG, "svg");
     sample.setAttribute("width", 22);
     sample.setAttribute("height", 10);
     sample.setAttribute("aria-hidden", "true");
-    shape(sample, "line", { x1: 0, x2: 22, y1: 5, y2: 5, class: "line", "stroke-dasharray": DATA.dashes[colour] });
-    if (chart.ticks) marker(sample, DATA.markers[colour % DATA.markers.length], 11, 5, 3.2, { class: "point" });
+    shape(sample, "line", { x1: 0, x2: 22, y1: 5, y2: 5, class: "line", "stroke-dasharray": dash });
+    if (chart.ticks) marker(sample, kind, 11, 5, 3.2, { class: "point" });
     const button = make("button", {
-      type: "button", class: `series-${colour}`, "aria-pressed": String(!view.hidden.has(label)),
+      type: "button", class: classes, "aria-pressed": String(!view.hidden.has(label)),
       "data-key": `legend=${label}`, title: "Show or hide",
     }, sample, label);
     button.addEventListener("click", () => {

@@ -10,7 +10,7 @@ function drawScatter(nodes, chart) {
     axisY(plot, y.ticks(5), y, panel.y_label);
     axisX(plot, x.ticks(Math.min(5, plot.width / 60)), x, panel.x_label);
     shape(plot.area, "line", { x1: x(low), y1: y(low), x2: x(high), y2: y(high), class: "rule" });
-    const group = shape(plot.area, "g", { class: `series-${chart.colour}` });
+    const group = shape(plot.area, "g", { class: look(chart.colour).classes });
     panel.x.forEach((value, i) => shape(group, "circle", { cx: x(value), cy: y(panel.y[i]), r: 3, class: "spot" }));
     const ring = shape(plot.area, "circle", { r: 6, class: "ring", visibility: "hidden" });
     const order = panel.x.map((value, i) => i).sort((a, b) => panel.x[a] - panel.x[b]);

@@ -18,6 +18,12 @@ function shape(parent, name, attributes = {}, text = null) {
   return node;
 }
 
+/** How a series looks: {classes, dash, marker}. */
+function look(colour) {
+  const [classes, dash, marker] = DATA.looks[colour % DATA.looks.length];
+  return { classes, dash, marker };
+}
+
 function decimals(value) {
   const size = Math.abs(value);
   if (size === 0 || size >= 1000) return 0;
@@ -31,8 +37,16 @@ function format(value, places = null) {
   return (value + 0).toLocaleString("en", fixed).replace("-", "−");
 }
 
+/** Decimals by the spread, as the tables have it: the first at which it is seen, one at least. */
+function placesOf(mean, std) {
+  const size = Math.abs(mean);
+  if (size >= 1000) return 0;
+  if (std) return [1, 2, 3, 4, 5].find((places) => std * 10 ** places >= 0.5) ?? 6;
+  return size >= 1 || size === 0 ? 1 : Math.min(6, 1 - Math.floor(Math.log10(size)));
+}
+
 function plusMinus(mean, std) {
-  const places = decimals(mean);
+  const places = placesOf(mean, std);
   return format(mean, places) + (std === null || std === undefined ? "" : ` ± ${format(std, places)}`);
 }
 
@@ -57,7 +71,7 @@ const tip = {
   /** rows are {label, value, colour}; x and y are where it points, in the window. */
   show(x, y, title, rows, aloud = false) {
     const lines = rows.map((row) => make("div", { class: "row" + (row.muted ? " muted" : "") },
-      make("span", { class: row.colour === undefined ? "swatch none" : `swatch series-${row.colour}` }),
+      make("span", { class: row.colour === undefined ? "swatch none" : `swatch ${look(row.colour).classes}` }),
       make("span", { class: "label" }, row.label), make("span", { class: "value" }, row.value)));
     this.node.replaceChildren(make("div", { class: "title" }, title), ...lines);
     this.node.hidden = false;

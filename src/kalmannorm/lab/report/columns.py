@@ -1,0 +1,62 @@
+"""How the numbers of an experiment's table read: one rule, for the terminal and for the page.
+
+What was measured has decimals by its spread, one where that is 0.05 or more, and all cells of a column have as many.
+What the paper says stands as it is printed there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from kalmannorm.lab.records import Record
+from kalmannorm.lab.report.spread import Spread
+from kalmannorm.lab.report.wording import MISSING, decimals, number, places_of, plus_minus
+
+
+def is_papers(heading: str) -> bool:
+    return "paper" in heading.lower()
+
+
+def texts(table: Record) -> list[list[str]]:
+    """Every cell of the table as it reads, row by row."""
+    headings = [str(name) for name in table.get("columns") or []]
+    rows = [list(cells)[: len(headings)] for cells in table.get("rows") or []]
+    columns = []
+    for place, heading in enumerate(headings):
+        cells = [row[place] if place < len(row) else None for row in rows]
+        columns.append(column_texts(heading, cells))
+    return [list(cells) for cells in zip(*columns, strict=True)] if rows else []
+
+
+def column_texts(heading: str, cells: Sequence[Any]) -> list[str]:
+    measured = [value for cell in cells if (value := spread_of(cell)) is not None]
+    known = [value for value in measured if value.std] or measured
+    places = statistics.median_low(places_of(value) for value in known) if known else _plain_places(cells)
+    return [_text(cell, places, as_printed=is_papers(heading)) for cell in cells]
+
+
+def spread_of(cell: Any) -> Spread | None:
+    """Of a cell over seeds."""
+    if not isinstance(cell, dict) or not isinstance(cell.get("mean"), (int, float)):
+        return None
+    std = cell.get("std")
+    return Spread(cell["mean"], std if isinstance(std, (int, float)) else None, cell.get("n") or 1)
+
+
+def _plain_places(cells: Sequence[Any]) -> int:
+    """None where none has any, else what three digits need."""
+    shown = [f"{cell:.{decimals(cell)}f}" for cell in cells if isinstance(cell, float)]
+    return max((len(words.rstrip("0").partition(".")[2]) for words in shown), default=0)
+
+
+def _text(cell: Any, places: int, *, as_printed: bool) -> str:
+    value = spread_of(cell)
+    if value is not None:
+        return plus_minus(value, places)
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, (int, float)):
+        return f"{cell:,}" if as_printed else number(cell, places if isinstance(cell, float) else None)
+    return MISSING if cell is None or isinstance(cell, (dict, list)) else str(cell)
