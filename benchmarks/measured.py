@@ -1,7 +1,7 @@
 """The tables of docs/performance.md, from the records of `kalmannorm bench`: `python benchmarks/measured.py`.
 
 Every record op-*.csv, steps-*.csv and inference-*.csv has a table there, between `<!-- NAME.csv -->` and
-`<!-- end of NAME.csv -->`; nothing between the two is written by hand.
+`<!-- end of NAME.csv -->`; nothing between the two is written by hand. A new record's comes at the end, to be moved.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def written(text: str) -> str:
     """The document with every table as its record has it."""
     for path in records():
         begin, end = f"<!-- {path.name} -->\n", f"<!-- end of {path.name} -->"
+        if begin not in text and end not in text:
+            text = f"{text.rstrip()}\n\n{begin}{end}\n"
         if text.count(begin) != 1 or text.count(end) != 1:
-            sys.exit(f"{DOCUMENT.name} needs the lines {begin.strip()} and {end} once, where the table should be")
+            sys.exit(f"{DOCUMENT.name} needs the lines {begin.strip()} and {end} once each, around the table")
         before, rest = text.split(begin)
         text = before + begin + table(path) + end + rest.split(end)[1]
     return text

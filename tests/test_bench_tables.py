@@ -71,7 +71,10 @@ def test_of_inference_and_nets(folder):
     assert f"{fused['peak_mib']:.0f} | {fused['peak_ratio']:.3f} |" in text
 
 
-def test_a_record_without_a_place_is_said(folder):
+def test_a_new_record_comes_at_the_end_and_a_torn_place_is_said(folder):
     write_csv(folder / "op-here.csv", norm_rows(op.measure, inductor=False), origin())
+    text = measured.written("first\n")
+    assert text.startswith("first\n\n<!-- op-here.csv -->\nForward") and text.endswith("<!-- end of op-here.csv -->\n")
+    assert measured.written(text) == text
     with pytest.raises(SystemExit, match=r"needs the lines <!-- op-here.csv --> and <!-- end of op-here.csv --> once"):
-        measured.written("nothing")
+        measured.written("<!-- op-here.csv -->\n")
