@@ -138,5 +138,5 @@ def test_a_finished_run_is_left_as_it_is(tmp_path):
     assert (tmp_path / "run" / "result.json").stat().st_mtime_ns == before
     with pytest.raises(LabError, match="another recipe"):
         train(dataclasses.replace(recipe, seed=1), tmp_path / "run", resume=True)
-    with pytest.raises(LabError, match="--resume"):
+    with pytest.raises(LabError, match="holds a finished run"):
         train(recipe, tmp_path / "run")

@@ -153,6 +153,7 @@ def test_json_is_all_that_scripts_see(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert json.loads(out)["folder"] == str(tmp_path / "run") and err == ""
     assert run(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
-    scores = json.loads(capsys.readouterr().out)
-    assert list(scores) == ["population", "batch", "example", "recalibrated"]
-    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["scores"] == scores
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["scores"]) == ["population", "batch", "example", "recalibrated"]
+    assert found["step"] == found["steps"] == 2
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == found

@@ -6,6 +6,7 @@ Also the models it has to take as they come: frozen, averaged, compiled, wrapped
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -149,9 +150,16 @@ def test_data_parallel_and_lazy_norms():
     torch.testing.assert_close(model.module[0].running_var.cpu(), x.var((0, 2, 3), correction=0))
 
 
-def test_progress_is_shown_where_wanted(capsys):
+@pytest.mark.parametrize("bar", ["tqdm", "torch's stand-in"])
+def test_progress_is_shown_where_wanted_and_on_a_terminal_alone(capsys, monkeypatch, bar):
+    if bar != "tqdm":
+        monkeypatch.setattr("kalmannorm.recalibration.tqdm", torch.hub._Faketqdm)
     model = BatchKalmanNorm2d(3)
-    quiet(model, [torch.randn(4, 3, 2, 2)])
-    assert capsys.readouterr().err == ""
-    recalibrate(model, (x for x in torch.randn(3, 4, 3, 2, 2)), max_batches=2)
-    assert "2/2" in capsys.readouterr().err
+    for terminal, progress in ((True, False), (False, True), (True, True)):
+        with monkeypatch.context() as screen:
+            screen.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+            recalibrate(model, (x for x in torch.randn(3, 4, 3, 2, 2)), max_batches=2, progress=progress)
+        said = capsys.readouterr().err
+        if not (terminal and progress):
+            assert said == ""
+    assert "recalibrate" in said and ("2/2" if bar == "tqdm" else "100.0%") in said and said.endswith("\n")

@@ -72,7 +72,7 @@ def recalibrate(
         max_batches: stop after so many on each rank; None takes all.
         forward: runs the model on a batch of any other kind, `forward(model, batch)`; its result is not used. To
             re-estimate a part of a model only, pass that part, and a `forward` that runs the whole, in `eval()`.
-        progress: show a bar, on rank 0.
+        progress: show a bar, on rank 0 and where stderr is a terminal.
 
     Tensors in a batch are moved to the model's device. Batches that give NaN or Inf are left out, and norms that never
     run keep their statistics; a warning names the norms.
@@ -178,9 +178,14 @@ def _bar(loader: Iterable[Any], max_batches: int | None, progress: bool) -> Any:
         total = max_batches
     if total is not None and max_batches is not None:
         total = min(total, max_batches)
-    # torch's stand-in for tqdm counts what has no end in bytes.
-    shown = progress and _rank() == 0 and (total is not None or tqdm.__module__ != "torch.hub")
-    return tqdm(total=total, unit="batch", desc="recalibrate", disable=not shown)
+    # A file or a pipe is no place for a bar. torch's stand-in for tqdm counts what has no end in bytes, and has no label.
+    shown = progress and _rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
+    if stand_in := tqdm.__module__ == "torch.hub":
+        shown = shown and total is not None
+    bar = tqdm(total=total, unit="batch", desc="recalibrate", disable=not shown)
+    if stand_in and shown:
+        bar.write(f"recalibrate, {total} batches:")
+    return bar
 
 
 def _first_element(model: nn.Module, batch: Any) -> object:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kalmannorm.cli.options import THREADS
+
 LEGEND = """\
 C: channels. q: trust in the mini-batch. prior off: |prior - observed variance| / observed.
 gap: mean of |variance that normalizes a group - moving variance| / moving variance.
@@ -20,9 +22,12 @@ def analyse(
     batches: Annotated[int, typer.Option("--batches", min=1, help="Gradient batches for the layers' statistics.")] = 4,
     max_groups: Annotated[
         int | None,
-        typer.Option("--max-groups", min=1, help="Stop the variance gap after so many groups; all unless given."),
+        typer.Option("--max-groups", min=1, help="Stop the variance gap after so many groups. [default: all]"),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help=f"{THREADS} [default: as torch sees fit]")
+    ] = None,
     data_root: Annotated[Path | None, typer.Option("--data-root", help="Where data sets are kept.")] = None,
     workers: Annotated[int, typer.Option("--workers", help="Processes that read an image folder.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
@@ -30,13 +35,16 @@ def analyse(
     """Look at the norms of a run: gain, prior against observation, and the variance gap, layer by layer.
 
     The gap is the variance that training normalizes a group with, minus the moving variance, relative to the latter,
-    over the whole training set. What is found per channel goes to RUN/analysis, where kalmannorm report reads it.
+    over the whole training set. What is found per channel goes to RUN/analysis, where kalmannorm report reads it; it is
+    deleted when an unfinished run goes on.
     """
     from kalmannorm.lab.analyse import analyse as look
+    from kalmannorm.lab.resolve import on_threads
 
-    found = look(
-        run, batches=batches, max_groups=max_groups, device=device, data_root=data_root, workers=workers
-    ).summary()
+    with on_threads(threads):
+        found = look(
+            run, batches=batches, max_groups=max_groups, device=device, data_root=data_root, workers=workers
+        ).summary()
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -44,7 +52,8 @@ def analyse(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"Norms of {run}", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    position = "" if found["step"] == found["steps"] else f", at step {found['step']} of {found['steps']}"
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold", min_width=16)
     for heading in ("C", "q", "prior off", "gap", "raw gap", "spread", "raw spread"):
         table.add_column(heading, justify="right")
@@ -56,6 +65,7 @@ def analyse(
     table.add_section()
     table.add_row("all", "", "", "", *(f"{overall[name]:.3f}" for name in names))
     console = Console()
+    console.print(f"Norms of {run}{position}", highlight=False, soft_wrap=True)
     console.print(table)
     console.print(LEGEND, highlight=False)
     console.print(f"Written to {run / 'analysis'}", highlight=False, soft_wrap=True)

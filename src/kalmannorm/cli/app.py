@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -17,14 +18,15 @@ from kalmannorm.cli.export import export
 from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
+from kalmannorm.cli.usage import UsageError, line
 from kalmannorm.lab.errors import LabError
 
 app = typer.Typer(
     name="kalmannorm",
-    help="Train, compare and look at normalizers when only 1 to 8 examples share their statistics.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which wraps paragraphs anew, for a terminal of any width
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo)
@@ -39,14 +41,41 @@ app.command("export")(export)
 app.add_typer(data, name="data")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        import kalmannorm
+
+        typer.echo(f"kalmannorm {kalmannorm.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def everything(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and nothing else.")
+    ] = False,
+) -> None:
+    """Train, compare and look at normalizers when only 1 to 8 examples share their statistics."""
+
+
 def run(arguments: list[str] | None = None) -> int:
     """The exit status of a command line; 2 and one line on stderr for what the user can mend."""
     try:
-        app(arguments)
+        status = app(arguments, prog_name="kalmannorm", standalone_mode=False)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except UsageError as error:
+        return _told(line(error), 2)
     except LabError as error:
-        if os.environ.get("RANK", "0") == "0":  # once, not once per rank
-            print(f"kalmannorm: {error}", file=sys.stderr)
-        return error.status
-    return 0
+        return _told(str(error), error.status)
+    if status == 130:  # typer's own, after a Ctrl-C that no command took up
+        return _told("interrupted", 130)
+    return status if isinstance(status, int) else 0
+
+
+def _told(text: str, status: int) -> int:
+    if text and os.environ.get("RANK", "0") == "0":  # once, not once per rank
+        print(f"kalmannorm: {text}", file=sys.stderr)
+    return status

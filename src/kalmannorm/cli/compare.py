@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import execution_options, recipe_options
+from kalmannorm.cli.options import OWN, execution_options, recipe_options
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipe import Execution
 
@@ -21,28 +21,31 @@ if TYPE_CHECKING:
 @execution_options
 def compare(
     dataset: Annotated[str, typer.Option("--dataset", "-d", help="See kalmannorm data list.")] = "digits",
-    model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help=f"See docs/data.md. [default: {OWN}]")] = None,
     methods: Annotated[
         str, typer.Option("--methods", "-m", help="Of bn, brn, gn, ln, in, bkn and bkn-learned.")
     ] = "bn,brn,gn,bkn",
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--settings", "-s", help="Gradient and statistics batch, such as 128,2; give it once for each setting."
+            "--settings",
+            "-s",
+            help="Gradient and statistics batch, such as 128,2; give it once for each setting. "
+            "[default: the data set's own, and its gradient batch as one group]",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 3,
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs", "-j", min=1, help="Runs at a time; one per GPU unless given, or one per core without GPUs."
+            "--jobs", "-j", min=1, help="Runs at a time. [default: one per GPU, or one per core without GPUs]"
         ),
     ] = None,
     analyse: Annotated[
         bool, typer.Option("--analyse/--no-analyse", help="Analyse the norms of the first seed's runs as well.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The comparison's folder; runs/DATASET-MODEL unless given.")
+        Path | None, typer.Option("--out", "-o", help="The comparison's folder. [default: runs/DATASET-MODEL]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
     *,
@@ -63,7 +66,10 @@ def compare(
     if not chosen:
         whole = recipe.gradient_batch
         chosen = [Setting(whole, whole), recipe.setting]
-    cells = grid(recipe, _names(methods), chosen, range(seeds), changes)
+    names = _names(methods)
+    if "gain" in changes and not any(method(name).filters for name in names):
+        raise LabError("--gain is for bkn and bkn-learned, and none of them is compared: leave it out")
+    cells = grid(recipe, names, chosen, range(seeds), changes)
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
     analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]
     run_and_show(cells, folder, execution, jobs=jobs, analyse=analysed, as_json=as_json)

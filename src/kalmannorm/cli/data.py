@@ -77,6 +77,8 @@ def _record(source: Source, root: Path | None, *, thorough: bool) -> dict[str, A
     from kalmannorm.lab.data.source import state
 
     found, problem = state(source, data_root(root), thorough=thorough)
+    if thorough and found == "ready":
+        source = source.counted(data_root(root))
     where = source.where(data_root(root))
     return {
         "name": source.name,
@@ -119,4 +121,5 @@ def _show(records: list[dict[str, Any]], root: Path | None, as_json: bool) -> No
         )
     console = Console()
     console.print(table)
-    console.print(f"Folders are in {root}", soft_wrap=True, highlight=False)
+    if any(record["where"] and Path(record["where"]).is_relative_to(root) for record in records):
+        console.print(f"Folders are in {root}", soft_wrap=True, highlight=False)

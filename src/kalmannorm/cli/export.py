@@ -32,9 +32,16 @@ def export(
         return
     left = f"{found['norms']} norms left" if found["norms"] else "no norm left"
     typer.echo(f"{output}: {found['model']}, {inference} inference, {left}, {found['bytes'] / 1e6:.1f} MB")
-    fixed = ", no other number: torch.export fixed it" if isinstance(found["batch"], int) else ""
-    typer.echo(f"takes {found['batch']} images of {' × '.join(map(str, found['shape']))}{fixed}")
+    typer.echo(f"takes {_number(found['batch'])} images of {' × '.join(map(str, found['shape']))}")
     if found["difference"] is None:
         typer.echo("logits not compared, for onnxruntime is missing: pip install 'kalmannorm[onnx]'")
     else:
         typer.echo(f"logits differ from the model's by at most {found['difference']:.1e} of the largest")
+
+
+def _number(batch: dict[str, int] | int) -> str:
+    if isinstance(batch, int):
+        return f"exactly {batch}, for torch.export fixed their number:"
+    if batch["multiple_of"] == 1:
+        return "any number of"
+    return f"a multiple of {batch['multiple_of']}, at least {batch['at_least']},"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -48,11 +49,27 @@ class Bar:
                 f"loss {event['loss']:.3f}  accuracy {event['accuracy']:.1f} %  {event['images_per_second']:.0f} img/s"
             )
             self.progress.update(self.task, completed=event["step"], total=event["steps"], values=values)
-        elif event["event"] == "fuse" and not self.quiet:
-            self.console.print(event["text"], highlight=False)
-        elif event["event"] == "evaluate" and not self.quiet:
+        elif event["event"] == "fuse":
+            self.say(event["text"])
+        elif event["event"] == "evaluate":
             scores = "  ".join(f"{mode} {found['accuracy']:.1f} %" for mode, found in event["modes"].items())
-            self.console.print(f"epoch {event['epoch']:g}: {scores}", highlight=False)
+            self.say(f"epoch {event['epoch']:g}: {scores}")
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def crowded() -> str | None:
+    """A hint, where others keep the cores busy: threads that wait for each other then wait for the others too."""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if threads == 1 or torch.cuda.is_available() or load + threads <= 1.5 * cores:
+        return None
+    return (
+        f"the load here is {load:.1f}, of {cores} cores, and torch computes on {threads} threads; "
+        "where others compute too, --threads 1 may be many times as fast"
+    )
 
 
 def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
@@ -60,12 +77,15 @@ def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     console = Console(file=sys.stdout)
-    table = Table(title=f"{recipe.model}, {recipe.method} {recipe.setting}, {result['epochs']:g} epochs")
+    table = Table()
     for heading in ("inference", "accuracy %", "loss"):
         table.add_column(heading, justify="left" if heading == "inference" else "right")
     for mode, accuracy in result["accuracy"].items():
         loss = result["loss"][mode]
         table.add_row(mode, f"{accuracy:.2f}", "–" if loss is None else f"{loss:.4f}")
+    epochs = "1 epoch" if result["epochs"] == 1 else f"{result['epochs']:g} epochs"
+    # Not the table's title, which would be wrapped at its width.
+    console.print(f"{recipe.model}, {recipe.method} {recipe.setting}, {epochs}", highlight=False, soft_wrap=True)
     console.print(table)
     speed = result["images_per_second"] or 0
     console.print(

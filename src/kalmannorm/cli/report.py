@@ -28,6 +28,7 @@ def report(
     It opens from disk in any browser and needs no network. Unfinished runs are listed, not averaged.
     """
     from kalmannorm.lab.report import summarize, write
+    from kalmannorm.lab.report.collecting import collect
 
     folder = (figures or out.with_name(f"{out.stem}-figures")) if draw else None
     write(runs, out, figures=folder)
@@ -36,4 +37,6 @@ def report(
             json.dumps({"page": str(out), "figures": str(folder) if folder else None, **summarize(runs)}, indent=1)
         )
         return
+    for broken in collect(runs).damaged:
+        typer.echo(f"kalmannorm: left out {broken.place}: {broken.message}", err=True)
     typer.echo(f"Wrote {out}" + (f", and its figures as files into {folder}" if folder else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kalmannorm.lab.records import Record
 
 
-@recipe_options
+@functools.partial(recipe_options, evaluate_every="1, or 20 in a training if that is more often")
 @execution_options
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="The experiment; --list names them.", show_default=False)] = None,
@@ -30,7 +31,7 @@ def reproduce(
     model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
     budget: Annotated[
         float,
-        typer.Option("--budget", help="Length of training: 1 is the data set's full recipe, 0.05 a twentieth of it."),
+        typer.Option("--budget", help="Length of training: 1 is the data set's full recipe, 0.5 half of it."),
     ] = 1.0,
     seeds: Annotated[
         int | None, typer.Option("--seeds", help="Runs of each line; 3 unless given, 1 on ImageNet.")
@@ -102,32 +103,24 @@ def _show(record: Record, page: Path | None) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    console.print(f"[bold]{record['title']}[/bold], {record['source']} of the paper", highlight=False)
+    from kalmannorm.lab.report.columns import is_papers, texts
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{record['title']}[/bold], {record['source']} of the paper")
+    for warning in record["warnings"]:
+        console.print(Text(warning, style="yellow"))
     if record["stand_in"]:
-        console.print("[yellow]A stand-in[/yellow]: another data set or net than the paper's", highlight=False)
+        console.print("[yellow]A stand-in[/yellow]: another data set or net than the paper's")
     for content in record["tables"]:
-        table = Table(title=content["title"], title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
         for heading in content["columns"]:
-            table.add_column(heading, style="dim" if "paper" in heading else "", overflow="fold")
-        for row in content["rows"]:
-            table.add_row(*map(_cell, row, content["columns"]))
-        console.print(table, content["note"], highlight=False)
+            table.add_column(heading, style="dim" if is_papers(heading) else "", overflow="fold")
+        for row in texts(content):
+            table.add_row(*row)
+        # Not as the table's title, which would be broken to the width of the table.
+        console.print(Text(f"\n{content['title']}", style="italic"), table, content["note"])
     for note in record["notes"]:
-        console.print(f"- {note}", highlight=False)
-    console.print(f"The page: {page}", highlight=False, soft_wrap=True)
-
-
-def _cell(value: Any, heading: str) -> str:
-    """As the report writes it; the paper's numbers as they are printed there."""
-    from kalmannorm.lab.report.spread import Spread
-    from kalmannorm.lab.report.wording import number, plus_minus
-
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return plus_minus(Spread(**value))
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if "paper" in heading else number(value)
+        console.print(f"- {note}")
+    console.print(f"The page: {page}", soft_wrap=True)

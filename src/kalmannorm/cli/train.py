@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import given_execution_options, recipe_options
-from kalmannorm.lab.errors import LabError
+from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
+from kalmannorm.lab.errors import FullDiskError, LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 
 
@@ -18,20 +18,27 @@ from kalmannorm.lab.recipe import Execution, Recipe
 @given_execution_options
 def train(
     dataset: Annotated[
-        str | None, typer.Option("--dataset", "-d", help="See kalmannorm data list; digits unless given.")
+        str | None, typer.Option("--dataset", "-d", help="See kalmannorm data list. [default: digits]")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help=f"See docs/data.md. [default: {OWN}]")] = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="bn, brn, gn, ln, in, bkn or bkn-learned; bkn unless given.")
+        str | None, typer.Option("--method", help="bn, brn, gn, ln, in, bkn or bkn-learned. [default: bkn]")
     ] = None,
     setting: Annotated[
-        str | None, typer.Option("--setting", "-s", help="Gradient and statistics batch, such as 128,2.")
+        str | None,
+        typer.Option("--setting", "-s", help=f"Gradient and statistics batch, such as 128,2. [default: {OWN}]"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Of the weights, the order of the images and augmentation.")
+        int | None,
+        typer.Option("--seed", help="Of the weights, the order of the images and augmentation. [default: 0]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder; runs/NAME unless given.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The run's folder. [default: runs/DATASET-MODEL-METHOD-SETTING-sSEED]"),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with the run in this folder, by its recipe.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
     *,
     changes: dict[str, Any],
@@ -39,9 +46,12 @@ def train(
 ) -> None:
     """Train one model with one normalizer at one setting, into a folder of its own.
 
+    What is a data set's own is in docs/data.md, and in RUN/recipe.json afterwards.
+
     Under torchrun the gradient batch is split over the ranks: torchrun --nproc-per-node 2 -m kalmannorm train …
     """
-    from kalmannorm.cli.progress import Bar, result_table
+    from kalmannorm.cli.progress import Bar, crowded, result_table
+    from kalmannorm.lab.records import Run
 
     own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
@@ -53,10 +63,20 @@ def train(
         folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.name}"
         how = Execution(**execution)
     recipe.checked()
+    finished = resume is not None and Run.read(folder).finished
     from kalmannorm.lab.train import train as run
 
     with Bar(f"{recipe.method} {recipe.setting}", quiet=as_json) as bar:
-        result = run(recipe, folder, how, resume=resume is not None, watch=bar)
+        if not finished and how.threads is None and (hint := crowded()):
+            bar.say(hint)
+        try:
+            result = run(recipe, folder, how, resume=resume is not None, watch=bar)
+        except FullDiskError as error:
+            if not (folder / "recipe.json").is_file():  # nothing has begun
+                raise
+            raise LabError(f"{error.problem}: free some, then go on with: kalmannorm train --resume {folder}") from None
+        if finished:
+            bar.say(f"{folder} was finished already: nothing is trained")
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), **result}))
     else:
@@ -70,6 +90,8 @@ def _recipe(
     from kalmannorm.lab.setting import Setting
 
     recipe = dataclasses.replace(preset(dataset, model), method=method, seed=seed)
+    if "gain" in changes:
+        dataclasses.replace(recipe, gain=changes["gain"]).checked()  # or it would be left out in silence
     if setting is not None:
         recipe = at_setting(recipe, Setting.parse(setting))
     return changed(recipe, changes)

@@ -1,7 +1,7 @@
 """Analyse a run: what its norms predict, see and use, layer by layer, and how far that strays from inference.
 
-RUN/analysis/layers.json          {"layers": [LayerStatistics, …], "examples"}
-RUN/analysis/variance-gap.json    {"layers": [LayerGap, …], "overall": {…}, "statistics_batch", "examples", "of"}
+RUN/analysis/layers.json          {"layers": [LayerStatistics, …], "examples", "step"}
+RUN/analysis/variance-gap.json    {"layers": [LayerGap, …], "overall", "statistics_batch", "examples", "of", "step"}
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ __all__ = ["Analysis", "LayerGap", "LayerStatistics", "analyse", "layer_statisti
 
 @dataclass(frozen=True)
 class Analysis:
-    """Of one run; both lists are in the order of the model."""
+    """Of one run after `step` of its `steps`; both lists are in the order of the model."""
 
     layers: list[LayerStatistics]
     gaps: list[LayerGap]
+    step: int
+    steps: int
 
     @property
     def overall(self) -> dict[str, float]:
@@ -42,7 +44,7 @@ class Analysis:
             row = {"name": layer.name, "channels": layer.channels, "gain": layer.gain, "prior_error": _error(layer)}
             row |= {name: getattr(gap, name) for name in self.overall}
             rows.append(row)
-        return {"layers": rows, "overall": self.overall}
+        return {"layers": rows, "overall": self.overall, "step": self.step, "steps": self.steps}
 
 
 def _error(layer: LayerStatistics) -> float | None:
@@ -76,11 +78,11 @@ def analyse(
     gaps = variance_gap(
         loaded.model, data, recipe.statistics_batch, batch=max(recipe.gradient_batch, 256), max_groups=max_groups
     )
-    found = Analysis(layers, gaps)
+    found = Analysis(layers, gaps, loaded.step, loaded.steps)
     seen = min(batches, data.train_size // recipe.gradient_batch) * recipe.gradient_batch
     write_json(
         folder / "analysis" / "layers.json",
-        {"layers": [layer.to_json() for layer in layers], "examples": seen},
+        {"layers": [layer.to_json() for layer in layers], "examples": seen, "step": loaded.step},
     )
     write_json(
         folder / "analysis" / "variance-gap.json",
@@ -90,6 +92,7 @@ def analyse(
             "statistics_batch": recipe.statistics_batch,
             "examples": gaps[0].batches * recipe.statistics_batch,
             "of": data.train_size,
+            "step": loaded.step,
         },
     )
     return found

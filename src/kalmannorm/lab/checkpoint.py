@@ -69,6 +69,10 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoint").glob("step-*"))
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def load(folder: Path, model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
     """Weights into the model; returns the state that was saved with them, which holds these names."""
     load_weights(folder / "model.safetensors", model)
@@ -78,7 +82,7 @@ def load(folder: Path, model: nn.Module, names: Iterable[str]) -> dict[str, Any]
     except Exception as error:  # torch raises whatever its unpickler and zip reader raise
         raise _damaged(path, error) from None
     if not isinstance(state, dict) or not set(names) <= set(state):
-        raise _damaged(path, ValueError("it holds something else"))
+        raise _damaged(path, KeyError())
     return state
 
 
@@ -90,5 +94,7 @@ def discard(run: Path) -> None:
 def _damaged(path: Path, error: Exception) -> LabError:
     others = [other for other in checkpoints(path.parents[2]) if other != path.parent] if len(path.parents) > 2 else []
     remedy = f"delete {path.parent} to go on from {others[-1].name}" if others else "delete its run and start it anew"
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, KeyError) or " " not in reason:  # a number or a name of the unpickler's, no sentence
+        reason = "it does not hold what was saved"
     return LabError(f"{path} is damaged ({reason}): {remedy}")

@@ -81,7 +81,7 @@ def run_cells(
         if not quiet:
             say(f"all {len(cells)} runs are finished already")
     else:
-        places = seats(execution.device, jobs)[: len(todo)]
+        places = seats(execution.device, jobs, execution.threads)[: len(todo)]
         tasks = [
             Task(
                 name.replace("/", "_"),

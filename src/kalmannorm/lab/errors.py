@@ -12,6 +12,14 @@ class LabError(Exception):
     status = 2
 
 
+class FullDiskError(LabError):
+    """There is no space left; `problem` says where, without what to do about it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: free some, then run the same command again")
+        self.problem = problem
+
+
 class DivergedError(LabError):
     """The loss is no longer a number; what was finished before is kept."""
 
@@ -32,3 +40,12 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, known, 1)
     meant = f"did you mean {close[0]!r}? " if close else ""
     raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")
+
+
+def nearest(given: str, known: Iterable[str]) -> list[str]:
+    """Of names of options, those that `given` abbreviates (--lr, --dat), else those spelled alike; at most two."""
+    names, word = sorted(known), given.lstrip("-")
+    parts = {name: name.lstrip("-").split("-") for name in names}
+    initials = [name for name in names if len(word) > 1 and "".join(part[:1] for part in parts[name]) == word]
+    begun = [name for name in names if len(word) > 1 and name.lstrip("-").startswith(word)]
+    return (initials or begun or difflib.get_close_matches(given, names, 2))[:2]

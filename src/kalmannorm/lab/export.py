@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -75,7 +76,7 @@ def export(
     forward: Forward | None
     with torch.no_grad(), _arriving(output) as partial:
         if output.suffix == ".safetensors":
-            about["batch"] = "any number of"
+            about["batch"] = {"multiple_of": 1, "at_least": 1}
             forward = _weights(model, partial, about, lambda: shipped(_again(loaded), images[:2], folded=folded))
         else:
             program, about["batch"] = exported(model, images[: 2 * (group or 1)], group)
@@ -117,16 +118,17 @@ def shipped(model: nn.Module, example: Tensor, *, folded: bool) -> nn.Module:
 
 def exported(
     model: nn.Module, example: Tensor, group: int | None = None
-) -> tuple[torch.export.ExportedProgram, str | int]:
-    """The program, and how many images it takes: any number, so many groups, or if need be as many as here."""
-    batch, takes = torch.export.Dim("batch"), "any number of"
+) -> tuple[torch.export.ExportedProgram, dict[str, int] | int]:
+    """The program, and how many images it takes: any number, whole groups, or if need be only as many as here."""
+    batch, takes = torch.export.Dim("batch"), {"multiple_of": 1, "at_least": 1}
     if group is not None:
         # One group alone is a branch of its own in the code, and a program has no branches.
         batch = group * torch.export.Dim("groups", min=2)
-        takes = f"a multiple of {group}, at least {2 * group}"
+        takes = {"multiple_of": group, "at_least": 2 * group}
     failure: Exception
     with _quietly():
-        for shapes, number in ((({0: batch},), takes), (None, len(example))):
+        numbers: list[tuple[Any, dict[str, int] | int]] = [(({0: batch},), takes), (None, len(example))]
+        for shapes, number in numbers:
             try:
                 return torch.export.export(model, (example,), dynamic_shapes=shapes), number
             except Exception as error:  # of a dozen kinds, by what the model's code does

@@ -21,12 +21,19 @@ from kalmannorm.lab.resolve import resolve
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained run: its model in `eval()`, and the data that it was trained on."""
+    """A trained run, after `step` of its `steps`: its model in `eval()`, and the data that it was trained on."""
 
     run: Run
     model: nn.Module
     data: Data
     device: torch.device
+    step: int
+    steps: int
+
+    @property
+    def position(self) -> str:
+        """Of a run that is not at its end, for the end of a title."""
+        return "" if self.step == self.steps else f", at step {self.step} of {self.steps}"
 
 
 def data_of(recipe: Recipe, device: torch.device, execution: Execution) -> Data:
@@ -91,10 +98,13 @@ def load_run(
     found = data_of(run.recipe, where, Execution(data_root=data_root, workers=workers))
     model = model_of(run.recipe, found, where)
     weights = folder / "model.safetensors"
+    steps = steps_of(run.recipe, found)
+    step = steps if run.result is None else int(run.result.get("steps", steps))  # a diverged run ends sooner
     if not weights.is_file():
         saved = checkpoint.checkpoints(folder)
         if not saved:
             raise LabError(f"{folder} holds no weights yet: kalmannorm train --resume {folder}")
         weights = saved[-1] / "model.safetensors"
+        step = checkpoint.step_of(saved[-1])
     checkpoint.load_weights(weights, model)
-    return Loaded(run, model.eval(), found, where)
+    return Loaded(run, model.eval(), found, where, step, steps)

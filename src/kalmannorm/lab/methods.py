@@ -24,6 +24,11 @@ class Method:
     groups: bool = True
     """Whether the statistics batch matters at all."""
 
+    @property
+    def filters(self) -> bool:
+        """Whether it fuses what it sees with a prior, and so has a gain."""
+        return self.to == "kalman"
+
 
 METHODS: dict[str, Method] = {
     "bn": Method("BN", "ghost"),
@@ -51,7 +56,7 @@ def normalized(
     options = dict(chosen.options)
     if chosen.groups:
         options["statistics_batch_size"] = statistics_batch
-    if chosen.to == "kalman" and gain is not None:
+    if chosen.filters and gain is not None:
         options["gain"] = gain
     if chosen.to == "renorm":
         options.update(warmup_steps=steps // 32, r_steps=steps // 4, d_steps=5 * steps // 32)

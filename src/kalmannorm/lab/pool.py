@@ -60,10 +60,11 @@ class Seat(NamedTuple):
     threads: int
 
 
-def seats(device: str, jobs: int | None) -> list[Seat]:
+def seats(device: str, jobs: int | None, threads: int | None = None) -> list[Seat]:
     """One worker per GPU; without GPUs one per core, with one thread: small nets gain nothing from more.
 
-    `jobs` is another number of workers: they share the GPUs, or the cores, as evenly as can be.
+    `jobs` is another number of workers: they share the GPUs, or the cores, as evenly as can be. `threads` is another
+    number of threads for each of them.
     """
     if jobs is not None and jobs < 1:
         raise LabError(f"--jobs must be at least 1, got {jobs}")
@@ -75,7 +76,7 @@ def seats(device: str, jobs: int | None) -> list[Seat]:
     elif device == "auto":
         devices = ["cpu"]
     count = jobs or (cores if devices == ["cpu"] else len(devices))
-    return [Seat(devices[index % len(devices)], max(1, cores // count)) for index in range(count)]
+    return [Seat(devices[index % len(devices)], threads or max(1, cores // count)) for index in range(count)]
 
 
 class _Worker:

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kalmannorm.lab.errors import one_of
+from kalmannorm.lab.errors import LabError, one_of
+from kalmannorm.lab.methods import method
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.setting import Setting
 
@@ -60,8 +61,16 @@ ADAMW_RATE = 0.01
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with what a user gave instead; AdamW gets a rate of its own unless one was given."""
-    recipe = dataclasses.replace(recipe, **changes)
+    """The recipe with what a user gave instead; AdamW gets a rate of its own unless one was given.
+
+    A gain is for the methods that have one, so that it may be given to a comparison with others.
+    """
+    if changes.get("optimizer") == "adamw" and "momentum" in changes:
+        raise LabError("--momentum is of sgd: leave it out with --optimizer adamw")
+    filters = method(recipe.method).filters
+    recipe = dataclasses.replace(
+        recipe, **{name: value for name, value in changes.items() if filters or name != "gain"}
+    )
     if changes.get("optimizer") == "adamw" and "learning_rate" not in changes:
         recipe = dataclasses.replace(recipe, learning_rate=ADAMW_RATE * recipe.learning_rate)
     return recipe

@@ -21,7 +21,11 @@ Precision = Literal["float32", "bf16", "fp16", "float64"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a run's numbers depend on, but for rounding. Equal recipes give equal results."""
+    """Everything that a run's numbers depend on, but for rounding.
+
+    Equal recipes give equal results, bit for bit on one CPU with one number of threads: a sum over other parts rounds
+    differently, and training makes that grow.
+    """
 
     model: str = "digits-net"
     dataset: str = "digits"
@@ -93,6 +97,8 @@ class Recipe:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
         if self.gain is not None and not 0 < self.gain < 1:
             raise LabError(f"gain must lie between 0 and 1, got {self.gain}")
+        if self.gain is not None and not method(self.method).filters:
+            raise LabError(f"{method(self.method).title} has no gain: leave out --gain, or give --method bkn")
         return self
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +131,8 @@ class Execution:
     """How a run is computed: none of this changes its numbers by more than rounding."""
 
     device: str = "auto"
+    threads: int | None = None
+    """Of the CPU; None is as many as torch sees fit."""
     micro_batch: int | None = None
     """Examples per forward, gradients accumulated; None is the whole gradient batch."""
     fuse: bool = False
@@ -142,7 +150,7 @@ class Execution:
     tensorboard: bool = True
 
     def checked(self) -> Execution:
-        for name in ("micro_batch", "save_every", "log_every"):
+        for name in ("threads", "micro_batch", "save_every", "log_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise LabError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.workers < 0:

@@ -5,6 +5,7 @@
     RUN/result.json        at the end: accuracies in each way of inference, speed, memory, gains
     RUN/wiring.svg         for BKN: what feeds every norm
     RUN/analysis/*.json    what `kalmannorm analyse` measured
+    RUN/evaluation.json    what `kalmannorm evaluate` measured, and at which step
     RUN/checkpoint/        model.safetensors and resume.pt, see `checkpoint.py`
     RUN/tensorboard/       event files
 
@@ -18,12 +19,13 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import FullDiskError, LabError
 from kalmannorm.lab.recipe import Recipe
 
 Record = dict[str, Any]
@@ -64,13 +66,15 @@ def sync_folder(folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            raise _disk_error(folder, error) from error
         finally:
             os.close(descriptor)
 
 
 def _disk_error(path: Path, error: OSError) -> LabError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LabError(f"no space left to write {path}: free some, then run the same command again with --resume")
+        return FullDiskError(f"no space left to write {path}")
     return LabError(f"cannot write {path}: {error.strerror or error}")
 
 
@@ -113,10 +117,13 @@ class Log:
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        # Unbuffered: what was written is on its way to the disk, and closing has nothing left that could fail.
-        self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what was written is on its way to the disk, and closing has nothing left that could fail.
+            self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        except OSError as error:
+            raise _disk_error(path, error) from error
         self._file.truncate(min(offset, path.stat().st_size))
         self._file.seek(0, os.SEEK_END)
 
@@ -146,7 +153,7 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         if not (folder / "recipe.json").is_file():
-            raise LabError(f"{folder} is not a run: it holds no recipe.json")
+            raise LabError(_no_run(folder))
         record = read_json(folder / "recipe.json")
         if not isinstance(record.get("recipe"), dict) or not isinstance(record.get("execution", {}), dict):
             raise LabError(f"{folder / 'recipe.json'} is damaged (no recipe): delete its folder and run it again")
@@ -190,6 +197,22 @@ class Run:
     def analysis(self, name: str) -> Record | None:
         path = self.folder / "analysis" / f"{name}.json"
         return read_json(path) if path.is_file() else None
+
+
+def _no_run(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    inside = sorted(path.parent for path in folder.rglob("recipe.json"))
+    if not inside:
+        return f"{folder} is not a run: it holds no recipe.json"
+    count = "one" if len(inside) == 1 else f"{len(inside)} of them"
+    return f"{folder} is not a run, but holds {count}: give one, such as {inside[0]}"
+
+
+def forget_measurements(folder: Path) -> None:
+    """What was measured of a run that now goes on: it is no longer true."""
+    (folder / "evaluation.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "analysis", ignore_errors=True)
 
 
 def find_runs(*folders: Path) -> Iterator[Run]:

@@ -1,6 +1,9 @@
-"""Which device a name means, or the line that says why it means none."""
+"""Where to compute: which device a name means, or the line that says why it means none; and on how many threads."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,3 +27,16 @@ def resolve(device: str) -> torch.device:
     if found.type != "cpu":
         raise LabError(f"device {device!r} is not supported: give auto, cpu, cuda or cuda:1")
     return found
+
+
+@contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """The CPU computes on so many threads while this lasts; None leaves their number as it is."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kalmannorm.accumulation import accumulate_statistics
-from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.fabric import Fabric
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.population import norms
@@ -29,14 +28,10 @@ class Step:
         self.fabric, self.model = fabric, model
         self.smoothing = recipe.label_smoothing
         share = recipe.gradient_batch // fabric.world_size
-        self.micro_batch = checked_micro_batch(execution.micro_batch, share, recipe)
+        self.micro_batch = min(execution.micro_batch or share, share)
         self.pieces = -(-share // self.micro_batch)
         self.joins = (self.pieces > 1 or fabric.world_size > 1) and any(True for _ in norms(model))
-        self.graph: Graph | None = None
-        if execution.cuda_graph:
-            if fabric.world_size > 1 or fabric.device.type != "cuda" or recipe.precision == "fp16":
-                raise LabError("--cuda-graph needs one GPU, one rank and a precision other than fp16")
-            self.graph = Graph(self)
+        self.graph = Graph(self) if execution.cuda_graph else None
 
     def __call__(self, images: Tensor, labels: Tensor) -> Outcome:
         if self.graph is not None:
@@ -70,17 +65,6 @@ class Step:
         if not self.joins:
             return nullcontext()
         return accumulate_statistics(self.model, "world" if self.fabric.world_size > 1 else None)
-
-
-def checked_micro_batch(micro_batch: int | None, share: int, recipe: Recipe) -> int:
-    if micro_batch is None:
-        return share
-    if micro_batch < 1 or micro_batch % recipe.statistics_batch:
-        raise LabError(
-            f"--micro-batch {micro_batch} must hold whole groups: a multiple of the statistics batch "
-            f"{recipe.statistics_batch}"
-        )
-    return min(micro_batch, share)
 
 
 class Graph:

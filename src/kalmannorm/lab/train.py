@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from kalmannorm.conversion import wiring
 from kalmannorm.fusion import Fusion
-from kalmannorm.lab import checkpoint
+from kalmannorm.lab import checkpoint, device
 from kalmannorm.lab.averages import Average
-from kalmannorm.lab.device import determinism, launched
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
 from kalmannorm.lab.interrupt import Signals
@@ -30,7 +29,8 @@ from kalmannorm.lab.methods import method
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, Run, write_atomically, write_json
+from kalmannorm.lab.records import Record, Run, forget_measurements, write_atomically, write_json
+from kalmannorm.lab.resolve import on_threads
 from kalmannorm.lab.step import Step
 from kalmannorm.lab.stopwatch import Stopwatch
 from kalmannorm.optimization import gains
@@ -57,9 +57,12 @@ def train(
     has been written.
     """
     recipe, execution = recipe.checked(), (execution or Execution()).checked()
+    device.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
     begun = (folder / "recipe.json").exists()
     if begun and not resume:
-        raise LabError(f"{folder} holds a run already: go on with it by --resume {folder}, or give another --out")
+        if Run.read(folder).finished:
+            raise LabError(f"{folder} holds a finished run: give another --out, or delete it")
+        raise LabError(f"{folder} holds an unfinished run: go on with it by --resume {folder}, or give another --out")
     if begun:
         run = Run.read(folder)
         if run.recipe != recipe:
@@ -72,7 +75,7 @@ def train(
             return run.result
     elif checkpoint.checkpoints(folder):
         raise LabError(f"{folder} holds checkpoints of a run without its recipe.json: delete it, or give another --out")
-    with determinism(recipe.deterministic):
+    with on_threads(execution.threads), device.determinism(recipe.deterministic):
         training = Training(recipe, folder, execution, watch)
         try:
             return training.run()
@@ -90,7 +93,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, execution: Execution, watch: Watch | None) -> None:
         self.recipe, self.folder, self.execution = recipe, folder, execution
-        fabric = self.fabric = launched(recipe, execution)
+        fabric = self.fabric = device.launched(recipe, execution)
         first = fabric.global_rank == 0
         self.data = data_of(recipe, fabric.device, execution)
         self.per_epoch = self.data.train_size // recipe.gradient_batch
@@ -120,6 +123,8 @@ class Training:
             offset = self._restore()
             if first:
                 self._describe()
+                if self.done < self.steps:
+                    forget_measurements(folder)
             self.logbook = Logbook(
                 folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,13 +36,17 @@ class ImageFolders:
 
     def _class_names(self, root: Path) -> list[str]:
         """From the folders only: to list ImageNet's files takes long."""
-        parts = [self.where(root) / part for part in ("train", "val")]
+        home = self.where(root)
+        if not home.is_dir():
+            remedy = "put your copy there" if self.path is None else "give the path of a folder with train/ and val/"
+            raise MissingDataError(f"there is no folder {home}: {remedy}")
+        parts = [home / part for part in ("train", "val")]
         names = [
             sorted(path.name for path in part.iterdir() if path.is_dir()) if part.is_dir() else [] for part in parts
         ]
         for part, found in zip(parts, names, strict=True):
             if not found:
-                raise MissingDataError(f"{part} must hold a folder of images per class: put your copy there")
+                raise MissingDataError(f"{part} must hold a folder of images per class")
         if names[0] != names[1]:
             odd = sorted(set(names[0]) ^ set(names[1]))
             raise MissingDataError(f"{parts[0]} and {parts[1]} must hold the same classes; only one has {odd[0]}")
@@ -52,6 +56,10 @@ class ImageFolders:
         self.look(root)
         for part in ("train", "val"):
             decoding.check(self._files(root, part)[0])
+
+    def counted(self, root: Path) -> ImageFolders:
+        train, test = (len(self._files(root, part)[0]) for part in ("train", "val"))
+        return replace(self, classes=len(self._class_names(root)), train_size=train, test_size=test)
 
     def fetch(self, root: Path, say: Say) -> None:
         self.look(root)

@@ -52,6 +52,10 @@ class Source(Protocol):
         """The same by reading everything and comparing checksums, where there are any."""
         ...
 
+    def counted(self, root: Path) -> Source:
+        """The same, with the sizes that its files tell where nothing else does; they may take a while to list."""
+        ...
+
     def fetch(self, root: Path, say: Say) -> None:
         """Bring it to `root`, verified."""
         ...

@@ -1,0 +1,32 @@
+"""What the parser refuses, in one line: the mistake, the nearest option, and where to read on."""
+
+from __future__ import annotations
+
+import typer
+
+from kalmannorm.lab.errors import nearest
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Of whichever click typer runs on, its own copy or the package."""
+SYNONYMS = {"--batch-size": "--setting"}
+"""What other programs call an option that has no similar name here."""
+
+
+def line(error: Exception) -> str:
+    """One line; nothing, where the help was shown instead."""
+    context = getattr(error, "ctx", None)
+    where = f" See {context.command_path} --help" if context is not None else ""
+    option = getattr(error, "option_name", None)
+    if option is not None and hasattr(error, "possibilities"):  # of "no such option" alone
+        return f"unknown option {option}{_meant(option, context)}{where}"
+    text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    end = "" if text.endswith((".", "?")) else "."
+    return f"{text[:1].lower()}{text[1:]}{end}{where}" if text else ""
+
+
+def _meant(option: str, context: typer.Context | None) -> str:
+    parameters = context.command.params if context is not None else []
+    known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    synonym = SYNONYMS.get(option)
+    close = [synonym] if synonym in known else nearest(option, [name for name in known if name.startswith("--")])
+    return f": did you mean {' or '.join(map(str, close))}?" if close else "."
