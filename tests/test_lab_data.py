@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
+from kalmannorm.cli.app import run
 from kalmannorm.lab import data
 from kalmannorm.lab.data.files import DamagedDataError, MissingDataError
 from kalmannorm.lab.data.randomness import stratified
@@ -253,6 +255,20 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
     assert str(damaged) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(DamagedDataError, match=r"2\.jpg"):
         data.find(f"folder:{tmp_path}").check(tmp_path)
+
+
+def test_a_checked_folder_says_what_is_in_it(capsys, tmp_path):
+    for part, counts in (("train", {"ant": 3, "bee": 2}), ("val", {"ant": 1, "bee": 1})):
+        write_images(tmp_path / "images" / part, counts, np.random.default_rng(0))
+    name = f"folder:{tmp_path / 'images'}"
+    assert run(["data", "check", name, "--root", str(tmp_path / "root"), "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert [record[key] for key in ("classes", "train_size", "test_size", "state")] == [2, 5, 2, "ready"]
+    assert run(["data", "check", name, "--root", str(tmp_path / "root")]) == 0
+    out = capsys.readouterr().out
+    assert "?" not in out and "Folders are in" not in out, "it lies elsewhere"
+    assert run(["data", "check", name, "--root", str(tmp_path)]) == 0
+    assert f"Folders are in {tmp_path}" in capsys.readouterr().out
 
 
 def test_folders_that_are_no_data_set(tmp_path):

@@ -80,6 +80,8 @@ def test_programs_give_the_logits_of_the_run(runs, tmp_path, method, inference, 
     path = tmp_path / f"model.{kind}"
     found = export(runs / method, path, inference=inference)
     assert found["difference"] < 1e-5
+    group = 2 if inference == "batch" else 1
+    assert found["batch"] == {"multiple_of": group, "at_least": 2 * group if inference == "batch" else 1}
     assert list(tmp_path.iterdir()) == [path]
     program = torch.export.load(path).module() if kind == "pt2" else partial(onnx_logits, path)
     for count in (4, 8):

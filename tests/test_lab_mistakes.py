@@ -11,22 +11,15 @@ import pytest
 
 from kalmannorm.cli.app import run
 from kalmannorm.lab import checkpoint
+from kalmannorm.lab.cells import grid
 from kalmannorm.lab.errors import DivergedError, LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run, find_runs, write_json
 from kalmannorm.lab.setting import Setting
 from kalmannorm.lab.train import train
+from saying import said
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
-
-
-def said(capsys, *arguments: str, status: int = 2) -> str:
-    """What a mistaken command says: one line on stderr, nothing on stdout."""
-    assert run(list(arguments)) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kalmannorm: ") and err.count("\n") == 1, err
-    return err
 
 
 @pytest.mark.parametrize(
@@ -59,8 +52,11 @@ def said(capsys, *arguments: str, status: int = 2) -> str:
         (["--device", "gpu"], "cuda"),
         (["--device", "cuda:99"], "--device cpu"),
         (["--cuda-graph", "--device", "cpu"], "--cuda-graph"),
-        (["--dataset", "folder:/nowhere"], "/nowhere"),
-        (["--resume", "nowhere"], "nowhere"),
+        (["--dataset", "folder:/nowhere"], "there is no folder /nowhere"),
+        (["--method", "gn", "--gain", "0.5"], "GN has no gain: leave out --gain"),
+        (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is of sgd"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--resume", "nowhere"], "there is no folder nowhere"),
         (["--resume", "nowhere", "--epochs", "3"], "leave out --epochs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -74,6 +70,13 @@ def test_mistakes_in_train(capsys, tmp_path, monkeypatch, arguments, expected):
 def test_settings():
     assert Setting.parse("(256, 4)") == Setting.parse("256,4") == Setting.parse("256x4") == Setting(256, 4)
     assert str(Setting(256, 4)) == "(256, 4)"
+
+
+def test_a_gain_is_for_the_methods_that_have_one(capsys):
+    cells = grid(Recipe(), ["bn", "gn", "bkn", "bkn-learned"], [Setting(64, 2)], [0], {"gain": 0.7})
+    gains = {cell.method: cell.gain for _, cell in cells}
+    assert gains == {"bn": None, "gn": None, "bkn": 0.7, "bkn-learned": 0.7}
+    assert "none of them is compared" in said(capsys, "compare", "--methods", "bn,gn", "--gain", "0.7")
 
 
 def test_a_loss_that_turns_nan(capsys, tmp_path):

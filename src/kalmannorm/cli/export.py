@@ -10,7 +10,7 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder, finished or with a checkpoint.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="A name that ends in .onnx, .pt2 or .safetensors.")],
     inference: Annotated[str, typer.Option("--inference", help="population, example or batch.")] = "population",
     folded: Annotated[
@@ -31,7 +31,8 @@ def export(
         typer.echo(json.dumps(found))
         return
     left = f"{found['norms']} norms left" if found["norms"] else "no norm left"
-    typer.echo(f"{output}: {found['model']}, {inference} inference, {left}, {found['bytes'] / 1e6:.1f} MB")
+    position = "" if found["step"] == found["steps"] else f" at step {found['step']} of {found['steps']}"
+    typer.echo(f"{output}: {found['model']}{position}, {inference} inference, {left}, {found['bytes'] / 1e6:.1f} MB")
     typer.echo(f"takes {_number(found['batch'])} images of {' × '.join(map(str, found['shape']))}")
     if found["difference"] is None:
         typer.echo("logits not compared, for onnxruntime is missing: pip install 'kalmannorm[onnx]'")

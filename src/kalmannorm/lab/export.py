@@ -66,6 +66,8 @@ def export(
         "method": recipe.method,
         "setting": list(recipe.setting),
         "inference": inference,
+        "step": loaded.step,
+        "steps": loaded.steps,
         "classes": loaded.data.classes,
         "shape": list(loaded.data.shape),
         "mean": loaded.data.mean.flatten().tolist(),

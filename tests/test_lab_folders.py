@@ -1,0 +1,174 @@
+"""A run's folder, met again: taken, unfinished, full of others, or on a full disk. Each is said as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from kalmannorm.cli.app import run
+from kalmannorm.lab import checkpoint
+from kalmannorm.lab.analyse import analyse
+from kalmannorm.lab.errors import FullDiskError, LabError
+from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.records import Log, Run
+from kalmannorm.lab.train import train
+from saying import said
+
+TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
+PLAIN = Execution(tensorboard=False)
+
+
+def stopped(folder):
+    """At step 5 of 8, with its last checkpoint at step 4."""
+
+    def crash(event):
+        if event.get("step") == 5:
+            raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError):
+        train(TINY, folder, dataclasses.replace(PLAIN, save_every=2, log_every=1), watch=crash)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    train(TINY, folder, PLAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "unfinished"
+    stopped(folder)
+    return folder
+
+
+def test_a_folder_that_is_taken(capsys, finished, unfinished):
+    line = said(capsys, "train", "--out", str(finished))
+    assert "holds a finished run: give another --out" in line and "--resume" not in line
+    assert f"go on with it by --resume {unfinished}" in said(capsys, "train", "--out", str(unfinished))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("--device cuda:99", "device"), ("--micro-batch 7", "--micro-batch 7"), ("--precision fp16 --device cpu", "bf16")],
+)
+def test_other_mistakes_come_before_a_taken_folder(capsys, finished, arguments, expected):
+    assert expected in said(capsys, "train", "--out", str(finished), *arguments.split())
+
+
+def test_a_finished_run_that_is_resumed_says_so(capsys, finished):
+    assert run(["train", "--resume", str(finished)]) == 0
+    out, err = capsys.readouterr()
+    assert "8 steps" in out and err == f"{finished} was finished already: nothing is trained\n"
+    assert run(["train", "--resume", str(finished), "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unfinished_run_says_where_it_is(capsys, unfinished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unfinished, folder)
+    assert run(["evaluate", str(folder), "--no-recalibrate"]) == 0
+    assert "64 test images, at step 4 of 8\n" in capsys.readouterr().out
+    record = json.loads((folder / "evaluation.json").read_text())
+    assert (record["step"], record["steps"]) == (4, 8)
+    assert run(["analyse", str(folder), "--batches", "1"]) == 0
+    assert f"Norms of {folder}, at step 4 of 8\n" in capsys.readouterr().out
+    assert Run.read(folder).analysis("layers")["step"] == Run.read(folder).analysis("variance-gap")["step"] == 4
+    assert run(["export", str(folder), "-o", str(tmp_path / "model.safetensors")]) == 0
+    assert "digits-net at step 4 of 8, population" in capsys.readouterr().out
+
+
+def test_what_was_measured_before_a_run_went_on_is_gone(capsys, unfinished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unfinished, folder)
+    assert run(["evaluate", str(folder), "--no-recalibrate"]) == 0
+    analyse(folder, batches=1, device="cpu")
+    train(TINY, folder, PLAIN, resume=True)
+    assert not (folder / "evaluation.json").exists() and not (folder / "analysis").exists()
+    capsys.readouterr()
+    assert run(["evaluate", str(folder), "--no-recalibrate"]) == 0
+    assert "64 test images\n" in capsys.readouterr().out
+    train(TINY, folder, PLAIN, resume=True)
+    assert (folder / "evaluation.json").exists(), "nothing was trained, so it is still true"
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["analyse"], ["train", "--resume"]])
+def test_a_folder_of_runs_is_not_a_run(capsys, finished, tmp_path, command):
+    line = said(capsys, *command, str(finished.parent))
+    assert "holds one: give one, such as" in line and str(finished) in line
+    assert "there is no folder" in said(capsys, *command, str(tmp_path / "nowhere"))
+    assert "is not a run: it holds no recipe.json" in said(capsys, *command, str(tmp_path))
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Call it with a condition under which nothing more fits."""
+    synced = os.fsync
+
+    def fill(when):
+        def sync(descriptor):
+            if when():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            synced(descriptor)
+
+        monkeypatch.setattr(os, "fsync", sync)
+
+    return fill
+
+
+def test_a_full_disk_says_which_command_goes_on(capsys, tmp_path, full_disk):
+    folder = tmp_path / "run"
+    options = ["--epochs", "4", "--train-examples", "128", "--test-examples", "64", "--out", str(folder), "--json"]
+    full_disk(lambda: True)
+    line = said(capsys, "train", *options)
+    assert "free some, then run the same command again" in line and "--resume" not in line
+    full_disk(lambda: checkpoint.checkpoints(folder))
+    line = said(capsys, "train", *options)
+    assert line.strip().endswith(f"free some, then go on with: kalmannorm train --resume {folder}")
+    full_disk(lambda: False)
+    assert run(["train", "--resume", str(folder)]) == 0
+
+
+def test_commands_without_resume_do_not_speak_of_it(capsys, finished, tmp_path, full_disk):
+    full_disk(lambda: True)
+    line = said(capsys, "report", str(finished), "--out", str(tmp_path / "report.html"))
+    assert "free some, then run the same command again" in line and "--resume" not in line
+    with pytest.raises(FullDiskError):  # as a comparison hears of it
+        train(TINY, tmp_path / "run", PLAIN)
+
+
+def test_a_log_that_cannot_be_opened(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(LabError, match="cannot write"):
+        Log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("error", [KeyError(174812789), KeyError("storages"), EOFError(), ValueError("unpickling")])
+def test_damage_is_explained_in_words(capsys, unfinished, monkeypatch, error):
+    """The unpickler's own exceptions may be a number, a name, or nothing."""
+
+    def load(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    assert "resume.pt is damaged (it does not hold what was saved): delete" in said(
+        capsys, "train", "--resume", str(unfinished)
+    )
+
+
+def test_a_damaged_run_is_named_in_the_terminal_too(capsys, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "good")
+    shutil.copytree(finished, tmp_path / "bad")
+    (tmp_path / "bad" / "recipe.json").write_text("{")
+    options = ["--no-draw", "--out", str(tmp_path / "report.html")]
+    assert run(["report", str(tmp_path / "good"), str(tmp_path / "bad"), *options]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"Wrote {tmp_path / 'report.html'}\n"
+    assert err.startswith("kalmannorm: left out bad: ") and "is damaged" in err and err.count("\n") == 1
