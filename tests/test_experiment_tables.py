@@ -92,7 +92,7 @@ def test_an_experiment_that_shows_nothing_yet_says_so_first(tmp_path, capsys):
     assert record["warnings"] == [
         "All runs were trained for 3 steps (1 epoch): too short to compare.",
         "6 of 8 runs end at chance level (10 %) in every way of inference: "
-        "BN (64, 8); BKN learned (64, 8); GN (64, –).",
+        "BN (64, 8); GN (64, –); BKN learned (64, 8).",
     ]
     claims = record["tables"][1]
     ours = claims["columns"].index("BKN learned")

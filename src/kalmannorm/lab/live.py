@@ -19,7 +19,7 @@ from kalmannorm.lab.pool import Listener, Outcome
 from kalmannorm.lab.progress import CellProgress, Progress
 from kalmannorm.lab.records import Record, Run
 from kalmannorm.lab.report.spread import spread
-from kalmannorm.lab.report.wording import accuracy, number
+from kalmannorm.lab.report.wording import accuracy, counted, number
 from kalmannorm.lab.summary import Row
 
 
@@ -64,7 +64,7 @@ class Lines(Screen):
         super().__init__(cells, todo, folder, workers)
         self.titles = {place: row for row in self.progress.rows for place in row.members}
         if self.kept:
-            say(f"{self.kept} of {len(cells)} runs are finished already")
+            say(f"{self.kept} of {counted(len(cells), 'run')} finished already")
 
     def ended(self, task: int, outcome: Outcome) -> None:
         super().ended(task, outcome)
@@ -147,7 +147,7 @@ class LiveTable(Screen):
 
     def _caption(self) -> Text:
         total = len(self.progress.cells)
-        parts = [f"{self.progress.over} of {total} runs"]
+        parts = [f"{self.progress.over} of {counted(total, 'run')}"]
         if self.kept:
             parts.append(f"{self.kept} of them finished before")
         rest = self.progress.remaining()

@@ -13,7 +13,7 @@ Table = Record
 """{"title", "columns": [str], "rows": [[cell]], "note"}."""
 PAPER = "paper"
 """The heading of what the paper says of the column before."""
-PAPERS_BKN = "what it calls BKN is BKN learned here"
+PAPERS_BKN = "the paper's BKN is BKN learned here"
 GAPS = {
     "mean_abs": "mean |gap|",
     "spread": "spread over groups",
@@ -66,7 +66,7 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
                 counts = [run.result["parameters"] for run in found]
                 row += [counts[0] if counts else None, experiment.paper(arm.key, "parameters", role, dataset)]
             rows.append(row)
-    note = f"The paper's numbers are from its {experiment.source}; {PAPERS_BKN}." if known else ""
+    note = f"The numbers of the paper are from its {experiment.source}; {PAPERS_BKN}." if known else ""
     if known and plan.stand_in:
         note += " They are for another data set or net: compare the order, not the height."
     return {"title": f"Test accuracy of {on_what(plan, dataset)}, %", "columns": columns, "rows": rows, "note": note}

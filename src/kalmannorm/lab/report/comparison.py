@@ -6,6 +6,7 @@ the start of q or the epochs, each kind gets a row of its own: unlike runs are n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from kalmannorm.lab.report import naming, palette
 from kalmannorm.lab.report.collecting import Collected, Experiment, Found, without_twins
 from kalmannorm.lab.report.naming import grouped
 from kalmannorm.lab.report.spread import Spread, spread
-from kalmannorm.lab.report.trained import sound
+from kalmannorm.lab.report.trained import caveats, sound
 from kalmannorm.lab.setting import Setting
 
 _TASK = ("dataset", "model", "train_examples", "test_examples", "image_size", "pretrained")
@@ -132,6 +133,11 @@ class Chapter:
             return str(record.get("title") or record.get("name") or self.experiment.folder.name)
         return self.comparisons[0].title if self.comparisons else "Runs"
 
+    @property
+    def warnings(self) -> list[str]:
+        """What to know of its runs before all else."""
+        return caveats([run.ended for run in self.runs if run.counts])
+
 
 def chapters(collected: Collected) -> list[Chapter]:
     """One per experiment, then one per comparison of the runs outside of experiments."""
@@ -168,17 +174,19 @@ def _comparison(runs: list[Found]) -> Comparison:
     rows: dict[tuple[Any, ...], Recipe] = {}
     for recipe in sorted(recipes, key=lambda recipe: _row_order(recipe, telling)):
         rows.setdefault(_values(recipe, ["method", *telling]), recipe)
-    shades = palette.colours([recipe.method for recipe in rows.values()])
+    shades = _shades(rows, Counter(naming.terms(recipe, telling) for recipe in recipes), telling)
     variants = {
-        key: Variant(naming.own_name(recipe, telling, recipes), recipe.method, shade, naming.terms(recipe, telling))
-        for (key, recipe), shade in zip(rows.items(), shades, strict=True)
+        key: Variant(
+            naming.own_name(recipe, telling, recipes), recipe.method, shades[key], naming.terms(recipe, telling)
+        )
+        for key, recipe in rows.items()
     }
     cells: dict[tuple[Variant, Setting], list[Found]] = {}
     for found in sorted(runs, key=lambda found: found.run.recipe.seed):
         if found.counts:
             recipe = found.run.recipe
             cells.setdefault((variants[_values(recipe, ["method", *telling])], recipe.setting), []).append(found)
-    values = {name: list(dict.fromkeys(getattr(recipe, name) for recipe in recipes)) for name in others}
+    values = {name: sorted({getattr(recipe, name) for recipe in recipes}, key=_missing_first) for name in others}
     return Comparison(
         recipes[0].dataset,
         recipes[0].model,
@@ -191,6 +199,14 @@ def _comparison(runs: list[Found]) -> Comparison:
     )
 
 
+def _shades(
+    rows: dict[tuple[Any, ...], Recipe], runs: Counter[str], telling: Sequence[str]
+) -> dict[tuple[Any, ...], int]:
+    """Rows on the terms of most runs choose first, so that they have their methods' own colours."""
+    keys = sorted(rows, key=lambda key: -runs[naming.terms(rows[key], telling)])
+    return dict(zip(keys, palette.colours([rows[key].method for key in keys]), strict=True))
+
+
 def _settings(recipes: list[Recipe]) -> list[Setting]:
     """Large ones first. A method without groups adds none where others say which statistics batches matter."""
     found = {recipe.setting for recipe in recipes if grouped(recipe.method)}
@@ -200,7 +216,10 @@ def _settings(recipes: list[Recipe]) -> list[Setting]:
 
 
 def _row_order(recipe: Recipe, telling: Sequence[str]) -> tuple[int, list[tuple[bool, Any]]]:
-    """Batch norm first, as what the others are compared with; then as the methods are listed, and by what tells rows
-    of one method apart."""
-    place = list(METHODS).index(recipe.method) if recipe.method in METHODS else len(METHODS)
-    return place, [(value is not None, value) for value in _values(recipe, telling)]
+    """By method, then by what tells rows of one method apart."""
+    return naming.order(recipe.method), [_missing_first(value) for value in _values(recipe, telling)]
+
+
+def _missing_first(value: Any) -> tuple[bool, Any]:
+    """None cannot be ordered among others."""
+    return value is not None, value

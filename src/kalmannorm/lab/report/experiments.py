@@ -10,17 +10,14 @@ from kalmannorm.lab.report.comparison import Chapter
 from kalmannorm.lab.report.curves import chart_of, curve
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.tables import brought
-from kalmannorm.lab.report.wording import unbroken
 
 
 def introduction(record: Record) -> Markup:
-    """What to know before all else, the question, and on what terms it was answered."""
+    """The question, and on what terms it was answered."""
     facts = [f"data set {record['dataset']}"] if record.get("dataset") else []
     facts += [f"budget {record['budget']}"] if record.get("budget") is not None else []
-    warned = [element("p", unbroken(str(said)), class_="trouble") for said in record.get("warnings") or []]
     stand_in = "Not the paper's data: compare the order of the methods, not the height."
     return joined(
-        *warned,
         element("p", record["question"], class_="lead") if record.get("question") else None,
         element("p", element("span", "stand-in", class_="state unfinished"), " ", stand_in)
         if record.get("stand_in")

@@ -27,6 +27,11 @@ def title(method: str) -> str:
     return METHODS[method].title if method in METHODS else method
 
 
+def order(method: str) -> int:
+    """Batch norm first, as what the others are compared with; then as the methods are listed."""
+    return list(METHODS).index(method) if method in METHODS else len(METHODS)
+
+
 def grouped(method: str) -> bool:
     """Whether the statistics batch matters to it."""
     return method not in METHODS or METHODS[method].groups

@@ -22,7 +22,7 @@ from kalmannorm.lab.report.collecting import Damaged
 from kalmannorm.lab.report.comparison import Chapter, Comparison
 from kalmannorm.lab.report.markup import Markup, element, joined, text
 from kalmannorm.lab.report.runlist import run_list
-from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences, what
+from kalmannorm.lab.report.sentences import findings, on_gains, on_speed, what
 from kalmannorm.lab.report.tables import results, settings_line
 from kalmannorm.lab.report.wiring import drawings, inlined
 from kalmannorm.lab.report.wording import counted, unbroken
@@ -64,23 +64,26 @@ def _topics(chapter: Chapter, prefix: str) -> list[Topic]:
     if chapter.experiment is not None:
         record = chapter.experiment.record
         drawn = experiments.figures(chapter, f"{prefix}experiment")
-        topics.append(Topic("Beside the paper", [experiments.introduction(record), experiments.tables(record), *drawn]))
+        told = [_warned(chapter), experiments.introduction(record), experiments.tables(record)]
+        topics.append(Topic("Beside the paper", [*told, *drawn]))
     several = len(chapter.comparisons) > 1
     for i, comparison in enumerate(chapter.comparisons):
         tail, start = (f": {comparison.title}", f"{prefix}{i + 1}-") if several else ("", prefix)
         named = chapter.title != comparison.title and not several
-        topics += [Topic(topic.title + tail, topic.items) for topic in _comparison(comparison, start, named)]
+        warned = None if chapter.experiment else _warned(chapter)
+        topics += [Topic(topic.title + tail, topic.items) for topic in _comparison(comparison, start, named, warned)]
     return topics
 
 
-def _comparison(comparison: Comparison, prefix: str, named: bool) -> list[Topic]:
+def _comparison(comparison: Comparison, prefix: str, named: bool, warned: Markup | None) -> list[Topic]:
     speed, memory = costs.speed(comparison, f"{prefix}speed"), costs.memory(comparison, f"{prefix}memory")
     found: list[tuple[str, list[Item | None]]] = [
         (
             "Results",
             [
                 element("p", what(comparison, named), class_="lead"),
-                element("ul", *(element("li", unbroken(said)) for said in sentences(comparison)), class_="findings"),
+                warned,
+                element("ul", *(element("li", unbroken(said)) for said in findings(comparison)), class_="findings"),
                 curves.against_setting(comparison, f"{prefix}accuracy"),
                 results(comparison),
                 settings_line(comparison),
@@ -101,6 +104,10 @@ def _comparison(comparison: Comparison, prefix: str, named: bool) -> list[Topic]
     ]
     topics = [Topic(title, [item for item in items if item is not None]) for title, items in found]
     return [topic for topic in topics if topic.items]
+
+
+def _warned(chapter: Chapter) -> Markup:
+    return joined(*(element("p", unbroken(said), class_="trouble") for said in chapter.warnings))
 
 
 def _said(sentences: list[str]) -> list[Item | None]:
@@ -177,14 +184,14 @@ def _heading(title: str, made: Content) -> Markup:
 
 
 def _overview(made: Content) -> Markup | None:
-    """Of several chapters, what each found first."""
+    """Of several chapters, what to know of each, and what it found first."""
     if len(made.chapters) < 2:
         return None
     items = []
     for i, (chapter, _) in enumerate(made.chapters):
-        found = [said for comparison in chapter.comparisons for said in sentences(comparison)[:1]]
+        found = [said for comparison in chapter.comparisons for said in findings(comparison)]
         link = element("a", chapter.title, href=f"#chapter-{i + 1}")
-        items.append(element("li", link, element("div", unbroken(found[0])) if found else None))
+        items.append(element("li", link, *(element("div", unbroken(said)) for said in [*chapter.warnings, *found[:1]])))
     return element("ul", *items, class_="overview")
 
 

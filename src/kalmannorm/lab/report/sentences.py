@@ -42,10 +42,14 @@ def what(comparison: Comparison, named: bool = True) -> str:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What to know before all else, on accuracy, and on the runs that did not end as they should."""
-    warned = caveats([run.ended for run in comparison.counting])
+    """What to know before all else, and what was found."""
+    return [*caveats([run.ended for run in comparison.counting]), *findings(comparison)]
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """On accuracy, and on the runs that did not end as they should."""
     told = [_on_terms(comparison, said) for said in (*_falls(comparison), *_best(comparison))]
-    return [*warned, *told, *_states(comparison)]
+    return [*told, *_states(comparison)]
 
 
 def _on_terms(comparison: Comparison, said: str) -> str:

@@ -125,10 +125,12 @@ def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     ]
     if counts == [1]:
         parts[:2] = ["Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column."]
-    single = [v.label for v in comparison.variants if not grouped(v.method)]
+    single = list(dict.fromkeys(v.name for v in comparison.variants if not grouped(v.method)))
     if single and len(comparison.settings) > 1:
         verb = "has" if len(single) == 1 else "have"
         parts.append(f"{listed(single)} {verb} no statistics batch: the same runs in all columns.")
+    if not all(comparison.sound(variant, setting) for variant, setting in comparison.cells):
+        parts.append("Runs that are too short, or end at chance level, are never marked.")
     if any(run.state == "diverged" for run in comparison.counting):
         parts.append("† holds diverged runs, with the accuracy they ended with; it is never level with the best.")
     return element("p", " ".join(parts), class_="note")

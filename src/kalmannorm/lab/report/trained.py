@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kalmannorm.lab.data.catalogue import SOURCES
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.naming import at, title
+from kalmannorm.lab.report.naming import at, order, title
 from kalmannorm.lab.report.wording import counted, number
 
 FEW_STEPS = 20
@@ -27,7 +27,8 @@ def classes(recipe: Recipe) -> int | None:
 
 
 def at_chance(recipe: Recipe, result: Record) -> bool:
-    """Whether no way of inference is better than guessing, by half of it or a twentieth of what is left.
+    """Whether the best way of inference has at most half again what guessing gives, and at most a twentieth of the way
+    from there to 100 %.
 
     One of the ways at chance level is a finding about that way. A diverged run is told of as such.
     """
@@ -87,7 +88,8 @@ def _names(some: Sequence[Ended], ended: Sequence[Ended]) -> str:
         return ""
     all_seeds = Counter(_row(recipe) for recipe, _ in ended)
     names = []
-    for row, seeds in Counter(_row(recipe) for recipe, _ in some).items():
+    listed = sorted((recipe for recipe, _ in some), key=lambda recipe: order(recipe.method))
+    for row, seeds in Counter(map(_row, listed)).items():
         names.append(row if seeds == all_seeds[row] else f"{row}, {seeds} of {counted(all_seeds[row], 'seed')}")
     return f": {'; '.join(names)}"
 

@@ -78,8 +78,8 @@ def listed(words: Sequence[str]) -> str:
 
 
 def unbroken(words: str) -> str:
-    """No line ends within "97.9 ± 0.2 %" or "(64, 1)"."""
-    return re.sub(r"(?<=\d) (?=[±%])|(?<=±) |(?<=,) (?=\d+\))", "\u00a0", words)
+    """No line ends within "97.9 ± 0.2 %", "(64, 1)" or "(64, –)"."""
+    return re.sub(r"(?<=\d) (?=[±%])|(?<=±) |(?<=,) (?=(?:\d+|–)\))", "\u00a0", words)
 
 
 def counted(count: float, one: str) -> str:
