@@ -1,4 +1,4 @@
-"""The command `kalmannorm`. Nothing heavy is imported before a command needs it, so that --help is quick."""
+"""The command `kalmannorm`. Nothing heavy but torch is imported before a command needs it."""
 
 from __future__ import annotations
 
