@@ -103,24 +103,23 @@ def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool
     from kalmannorm.lab.report import write
     from kalmannorm.lab.report.collecting import collect
     from kalmannorm.lab.report.comparison import chapters
-    from kalmannorm.lab.report.sentences import sentences
+    from kalmannorm.lab.report.sentences import findings
+    from kalmannorm.lab.report.wording import counted
     from kalmannorm.lab.summary import summarize, table
 
     rows = summarize(runs)
+    found = chapters(collect([folder])) if runs else []
+    warned = [warning for chapter in found for warning in chapter.warnings]
+    told = [said for chapter in found for comparison in chapter.comparisons for said in findings(comparison)]
     if not as_json:
-        epochs = " and ".join(f"{number:g}" for number in dict.fromkeys(run.recipe.epochs for run in runs))
-        typer.echo(
-            f"\nTest accuracy in % by way of inference, {epochs} epochs, mean ± standard deviation of the runs\n"
-        )
+        epochs = " and ".join(dict.fromkeys(counted(run.recipe.epochs, "epoch") for run in runs))
+        for warning in warned:
+            typer.echo(f"\n{warning}")
+        typer.echo(f"\nTest accuracy in % by way of inference, {epochs}, mean ± standard deviation of the runs\n")
         typer.echo(table(rows))
-    told: list[str] = []
-    report: str | None = None
-    if runs:
-        found = [comparison for chapter in chapters(collect([folder])) for comparison in chapter.comparisons]
-        told = [sentence for comparison in found for sentence in sentences(comparison)]
-        report = str(write([folder], folder / "report.html", figures=folder / "figures"))
+    report = str(write([folder], folder / "report.html", figures=folder / "figures")) if runs else None
     if as_json:
-        record = {"folder": str(folder), "rows": rows, "sentences": told, "failed": failures, "report": report}
-        typer.echo(json.dumps(record))
+        said = {"warnings": warned, "sentences": told}
+        typer.echo(json.dumps({"folder": str(folder), "rows": rows, **said, "failed": failures, "report": report}))
         return
     typer.echo("\n" + "\n".join(told) + f"\n\nThe report: {report}")

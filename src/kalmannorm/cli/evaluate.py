@@ -43,6 +43,8 @@ def evaluate(
     from kalmannorm.lab.loading import load_run
     from kalmannorm.lab.methods import method
     from kalmannorm.lab.records import write_json
+    from kalmannorm.lab.report.naming import row_name
+    from kalmannorm.lab.report.wording import counted
     from kalmannorm.lab.resolve import on_threads
 
     with on_threads(threads):
@@ -59,7 +61,8 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(record))
         return
-    title = f"{recipe.model}, {recipe.method} {recipe.setting}, {loaded.data.test_size} test images{loaded.position}"
+    images = counted(loaded.data.test_size, "test image")
+    title = f"{recipe.model}, {row_name(recipe)}, {images}{loaded.position}"
     table = Table()
     names = list(next(iter(scores.values())))
     table.add_column("inference")

@@ -14,6 +14,8 @@ from rich.table import Table
 
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record
+from kalmannorm.lab.report.naming import row_name
+from kalmannorm.lab.report.wording import counted
 
 
 class Bar:
@@ -83,13 +85,13 @@ def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
     for mode, accuracy in result["accuracy"].items():
         loss = result["loss"][mode]
         table.add_row(mode, f"{accuracy:.2f}", "–" if loss is None else f"{loss:.4f}")
-    epochs = "1 epoch" if result["epochs"] == 1 else f"{result['epochs']:g} epochs"
     # Not the table's title, which would be wrapped at its width.
-    console.print(f"{recipe.model}, {recipe.method} {recipe.setting}, {epochs}", highlight=False, soft_wrap=True)
+    title = f"{recipe.model}, {row_name(recipe)}, {counted(result['epochs'], 'epoch')}"
+    console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
     speed = result["images_per_second"] or 0
     console.print(
-        f"{result['steps']} steps in {result['seconds']:.1f} s, {speed:.0f} images/s, "
+        f"{counted(result['steps'], 'step')} in {result['seconds']:.1f} s, {speed:.0f} images/s, "
         f"{result['parameters']:,} parameters; in {folder}",
         highlight=False,
         soft_wrap=True,

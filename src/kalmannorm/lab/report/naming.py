@@ -42,8 +42,12 @@ def at(method: str, setting: Setting) -> str:
     return str(setting) if grouped(method) else f"({setting.gradient_batch}, –)"
 
 
+def row_name(recipe: Recipe) -> str:
+    return f"{title(recipe.method)} {at(recipe.method, recipe.setting)}"
+
+
 def run_name(recipe: Recipe) -> str:
-    return f"{title(recipe.method)} {at(recipe.method, recipe.setting)} seed {recipe.seed}"
+    return f"{row_name(recipe)} seed {recipe.seed}"
 
 
 def essence(recipe: Recipe) -> Recipe:

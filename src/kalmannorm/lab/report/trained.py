@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kalmannorm.lab.data.catalogue import SOURCES
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.naming import at, order, title
+from kalmannorm.lab.report.naming import order, row_name
 from kalmannorm.lab.report.wording import counted, number
 
 FEW_STEPS = 20
@@ -86,13 +86,9 @@ def _names(some: Sequence[Ended], ended: Sequence[Ended]) -> str:
     """The rows they are of, where others are not."""
     if len(some) == len(ended):
         return ""
-    all_seeds = Counter(_row(recipe) for recipe, _ in ended)
+    all_seeds = Counter(row_name(recipe) for recipe, _ in ended)
     names = []
     listed = sorted((recipe for recipe, _ in some), key=lambda recipe: order(recipe.method))
-    for row, seeds in Counter(map(_row, listed)).items():
+    for row, seeds in Counter(map(row_name, listed)).items():
         names.append(row if seeds == all_seeds[row] else f"{row}, {seeds} of {counted(all_seeds[row], 'seed')}")
     return f": {'; '.join(names)}"
-
-
-def _row(recipe: Recipe) -> str:
-    return f"{title(recipe.method)} {at(recipe.method, recipe.setting)}"
