@@ -96,7 +96,7 @@ def test_what_was_measured_before_a_run_went_on_is_gone(capsys, unfinished, tmp_
     assert run(["evaluate", str(folder), "--no-recalibrate"]) == 0
     assert "64 test images\n" in capsys.readouterr().out
     train(TINY, folder, PLAIN, resume=True)
-    assert (folder / "evaluation.json").exists(), "nothing was trained, so it is still true"
+    assert (folder / "evaluation.json").exists(), "the run is finished, and what was measured still true"
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["analyse"], ["train", "--resume"]])
@@ -142,6 +142,20 @@ def test_commands_without_resume_do_not_speak_of_it(capsys, finished, tmp_path, 
     assert "free some, then run the same command again" in line and "--resume" not in line
     with pytest.raises(FullDiskError):  # as a comparison hears of it
         train(TINY, tmp_path / "run", PLAIN)
+
+
+def test_event_files_on_a_full_disk(capsys, tmp_path, monkeypatch):
+    """They are written by another library, which knows nothing of our errors."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    line = said(capsys, "train", "--epochs", "1", "--train-examples", "128", "--out", str(tmp_path / "run"), "--json")
+    assert line == (
+        f"kalmannorm: no space left in {tmp_path / 'run'}: free some, then go on with: "
+        f"kalmannorm train --resume {tmp_path / 'run'}\n"
+    )
 
 
 def test_a_log_that_cannot_be_opened(tmp_path):

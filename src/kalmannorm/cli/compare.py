@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kalmannorm.cli.options import OWN, execution_options, recipe_options
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import LabError, useless
 from kalmannorm.lab.recipe import Execution
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ def compare(
         whole = recipe.gradient_batch
         chosen = [Setting(whole, whole), recipe.setting]
     names = _names(methods)
-    if "gain" in changes and not any(method(name).filters for name in names):
-        raise LabError("--gain is for bkn and bkn-learned, and none of them is compared: leave it out")
+    for change in changes:
+        if not any(method(name).takes(change) for name in names):
+            raise LabError(useless(change, "any of these methods"))
     cells = grid(recipe, names, chosen, range(seeds), changes)
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
     analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
-from kalmannorm.lab.errors import FullDiskError, LabError
+from kalmannorm.lab.errors import FullDiskError, LabError, useless
 from kalmannorm.lab.recipe import Execution, Recipe
 
 
@@ -86,12 +86,14 @@ def train(
 def _recipe(
     dataset: str, model: str | None, method: str, setting: str | None, seed: int, changes: dict[str, Any]
 ) -> Recipe:
+    from kalmannorm.lab.methods import method as normalizer
     from kalmannorm.lab.presets import at_setting, changed, preset
     from kalmannorm.lab.setting import Setting
 
     recipe = dataclasses.replace(preset(dataset, model), method=method, seed=seed)
-    if "gain" in changes:
-        dataclasses.replace(recipe, gain=changes["gain"]).checked()  # or it would be left out in silence
+    for name in changes:
+        if not normalizer(method).takes(name):
+            raise LabError(useless(name, normalizer(method).title))
     if setting is not None:
         recipe = at_setting(recipe, Setting.parse(setting))
     return changed(recipe, changes)

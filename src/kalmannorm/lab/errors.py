@@ -42,6 +42,11 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")
 
 
+def useless(name: str, who: str) -> str:
+    """The line that says that a field of a recipe does nothing for a method."""
+    return f"--{name.replace('_', '-')} does nothing for {who}: leave it out, or choose another method"
+
+
 def nearest(given: str, known: Iterable[str]) -> list[str]:
     """Of names of options, those that `given` abbreviates (--lr, --dat), else those spelled alike; at most two."""
     names, word = sorted(known), given.lstrip("-")

@@ -24,10 +24,9 @@ class Method:
     groups: bool = True
     """Whether the statistics batch matters at all."""
 
-    @property
-    def filters(self) -> bool:
-        """Whether it fuses what it sees with a prior, and so has a gain."""
-        return self.to == "kalman"
+    def takes(self, name: str) -> bool:
+        """Whether this field of a recipe says anything to it."""
+        return {"gain": self.to == "kalman", "finish_epochs": self.groups}.get(name, True)
 
 
 METHODS: dict[str, Method] = {
@@ -56,7 +55,7 @@ def normalized(
     options = dict(chosen.options)
     if chosen.groups:
         options["statistics_batch_size"] = statistics_batch
-    if chosen.filters and gain is not None:
+    if chosen.takes("gain") and gain is not None:
         options["gain"] = gain
     if chosen.to == "renorm":
         options.update(warmup_steps=steps // 32, r_steps=steps // 4, d_steps=5 * steps // 32)

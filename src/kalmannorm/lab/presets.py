@@ -63,14 +63,12 @@ ADAMW_RATE = 0.01
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with what a user gave instead; AdamW gets a rate of its own unless one was given.
 
-    A gain is for the methods that have one, so that it may be given to a comparison with others.
+    What says nothing to its method is left out, so that a gain may be given to a comparison with other methods.
     """
     if changes.get("optimizer") == "adamw" and "momentum" in changes:
         raise LabError("--momentum is of sgd: leave it out with --optimizer adamw")
-    filters = method(recipe.method).filters
-    recipe = dataclasses.replace(
-        recipe, **{name: value for name, value in changes.items() if filters or name != "gain"}
-    )
+    takes = method(recipe.method).takes
+    recipe = dataclasses.replace(recipe, **{name: value for name, value in changes.items() if takes(name)})
     if changes.get("optimizer") == "adamw" and "learning_rate" not in changes:
         recipe = dataclasses.replace(recipe, learning_rate=ADAMW_RATE * recipe.learning_rate)
     return recipe

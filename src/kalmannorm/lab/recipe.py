@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kalmannorm.lab.errors import LabError, one_of
+from kalmannorm.lab.errors import LabError, one_of, useless
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.setting import Setting
 
@@ -97,8 +97,9 @@ class Recipe:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
         if self.gain is not None and not 0 < self.gain < 1:
             raise LabError(f"gain must lie between 0 and 1, got {self.gain}")
-        if self.gain is not None and not method(self.method).filters:
-            raise LabError(f"{method(self.method).title} has no gain: leave out --gain, or give --method bkn")
+        for name in ("gain", "finish_epochs"):
+            if getattr(self, name) and not method(self.method).takes(name):
+                raise LabError(useless(name, method(self.method).title))
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -30,6 +30,9 @@ from kalmannorm.lab.recipe import Recipe
 
 Record = dict[str, Any]
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a full disk, or of a user's full share of it."""
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The new content, whole, or the old one: a crash or a full disk leaves no half-written file."""
@@ -73,9 +76,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def _disk_error(path: Path, error: OSError) -> LabError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return FullDiskError(f"no space left to write {path}")
     return LabError(f"cannot write {path}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def full_disks_told(folder: Path) -> Iterator[None]:
+    """By our error also where other libraries write, as those of event files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise FullDiskError(f"no space left in {folder}") from error
+        raise
 
 
 def write_json(path: Path, record: Record | list[Any]) -> None:

@@ -29,7 +29,7 @@ from kalmannorm.lab.methods import method
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, Run, forget_measurements, write_atomically, write_json
+from kalmannorm.lab.records import Record, Run, forget_measurements, full_disks_told, write_atomically, write_json
 from kalmannorm.lab.resolve import on_threads
 from kalmannorm.lab.step import Step
 from kalmannorm.lab.stopwatch import Stopwatch
@@ -75,7 +75,7 @@ def train(
             return run.result
     elif checkpoint.checkpoints(folder):
         raise LabError(f"{folder} holds checkpoints of a run without its recipe.json: delete it, or give another --out")
-    with on_threads(execution.threads), device.determinism(recipe.deterministic):
+    with full_disks_told(folder), on_threads(execution.threads), device.determinism(recipe.deterministic):
         training = Training(recipe, folder, execution, watch)
         try:
             return training.run()
@@ -123,8 +123,7 @@ class Training:
             offset = self._restore()
             if first:
                 self._describe()
-                if self.done < self.steps:
-                    forget_measurements(folder)
+                forget_measurements(folder)
             self.logbook = Logbook(
                 folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
             )
