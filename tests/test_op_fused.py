@@ -95,11 +95,14 @@ def test_equals_the_separate_operations(covariance):
         torch.testing.assert_close(mapped(x[None], residual[None])[0], fused, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("kind", "full"), {"relu": 1, "residual": 1, "both": 2}.items())
-def test_what_is_kept_for_the_backward(kind, full):
-    """x, and the output of a ReLU only behind a residual: BatchNorm and ReLU keep two, always."""
+def test_what_is_kept_for_the_backward(kind, full, device):
+    """x, and the output of a ReLU behind a residual, or on a CPU: BatchNorm and ReLU keep two, always."""
     residual, relu = KINDS[kind]
+    full = 2 if relu and device == "cpu" else full
     inputs = inputs_of((8, 3, 16, 16), 2, torch.float32, residual=residual)
+    inputs = [None if t is None else t.detach().to(device).requires_grad_() for t in inputs]
     kept = []
     with saved_tensors_hooks(lambda t: kept.append((t.data_ptr(), t.numel())) or t, lambda t: t):
         outputs = call(op, inputs, 2, relu)

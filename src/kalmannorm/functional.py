@@ -90,7 +90,7 @@ def batch_kalman_norm(
             smaller where m does not divide N.
         covariance: "full" keeps (G, C, C) covariances in the moments and still normalizes by their diagonal.
         residual: of the shape and dtype of x, added to the result.
-        relu: whether a ReLU follows, in the same pass. For the backward x is kept, and y if there is a residual too.
+        relu: whether a ReLU follows, in the same pass. For the backward x is kept, and y with a residual or on a CPU.
 
     Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
     """

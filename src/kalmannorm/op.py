@@ -149,8 +149,10 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, bias, ctx.statistics_batch_size, ctx.eps, residual, ctx.relu = inputs
     ctx.set_materialize_grads(False)
-    # To know what a ReLU let through takes its output where a residual was added; else x and β tell.
-    mask = (None, output[0]) if residual is not None else (bias, None)
+    # What a ReLU let through its output tells, and without a residual x and β do. Kernels on a GPU have x at hand; on a
+    # CPU that would be another pass, where y costs none.
+    ctx.by_output = ctx.relu and residual is None and tensors[0].device.type == "cpu"
+    mask = (None, output[0]) if residual is not None or ctx.by_output else (bias, None)
     ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
     ctx.bias = (0, None, None) if bias is None else (_rows(bias), bias.shape, bias.dtype)
     ctx.residual = None if residual is None else residual.dtype
@@ -165,9 +167,13 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
     moments = [mean, var, observed_mean, observed_var]
     rows, shape, dtype = ctx.bias
+    relu = ctx.relu and not ctx.by_output
+    if ctx.by_output:
+        grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
+        y = None
     # Where nothing more is differentiated and nobody traces, the way through the dispatcher would only take time.
     run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
-    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, rows)
+    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, relu, rows)
     remaining = iter(results)
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
