@@ -31,6 +31,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         for method in METHOD_NAMES:
             one = Recipe(method=method, statistics_batch=1, epochs=epochs)
             make_run(folder / "many" / f"{one.name}-{epochs}", one)
+    make_run(folder / "many" / "gain", Recipe(method="bkn-learned", statistics_batch=1, epochs=12, gain=0.8))
     made["many"] = write([folder / "many"], folder / "many.html")
     once = Recipe(method="bn", statistics_batch=1, epochs=1)
     make_run(folder / "once" / once.name, once)
@@ -215,10 +216,10 @@ def test_click_and_enter_sort_a_table(opened):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_two_rows_look_alike(opened, scheme):
     page = opened("many", color_scheme=scheme)
-    rows = len(METHOD_NAMES) * 3
+    rows = len(METHOD_NAMES) * 3 + 1
     legend = figure(page, "Gain along depth").locator(".legend svg")
-    assert legend.count() == 6  # BKN and BKN learned
-    assert len({node.inner_html() + node.evaluate("n => n.parentNode.className") for node in legend.all()}) == 6
+    assert legend.count() == 7  # BKN and BKN learned
+    assert len({node.inner_html() + node.evaluate("n => n.parentNode.className") for node in legend.all()}) == 7
     look = "node => ['backgroundColor', 'backgroundImage', 'borderTop'].map((p) => getComputedStyle(node)[p]).join()"
     swatches = page.locator("table").first.locator("tbody .swatch")
     assert len({swatch.evaluate(look) for swatch in swatches.all()}) == swatches.count() == rows
@@ -233,7 +234,7 @@ def test_names_of_bars_are_whole_and_inside(opened, width):
     for one in page.locator("figure", has=page.locator("rect.fill")).all():
         box = one.bounding_box()
         names = one.locator("text.tick").all()
-        assert "BKN learned, 12 epochs" in [name.text_content() for name in names]
+        assert "BKN learned, q₀ by default, 12 epochs" in [name.text_content() for name in names]
         for name in names:
             text = name.bounding_box()
             assert text["x"] >= box["x"] and text["x"] + text["width"] <= box["x"] + box["width"]
