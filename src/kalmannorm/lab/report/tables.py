@@ -12,7 +12,7 @@ from kalmannorm.lab.report.comparison import Comparison, Variant
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.naming import grouped
 from kalmannorm.lab.report.spread import Spread, apart
-from kalmannorm.lab.report.wording import MISSING, listed, number, option
+from kalmannorm.lab.report.wording import MISSING, listed, number, option, unbroken
 from kalmannorm.lab.setting import Setting
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
@@ -165,7 +165,11 @@ def brought(table: Record) -> Markup:
             seeds = f"n = {value.n}" if value is not None else None
             name, scope = ("th", "row") if i == 0 else ("td", None)
             sort = order if i == 0 else _sort_key(cell, text)
-            made.append(element(name, text, scope=scope, class_=kinds[i], data_value=sort, title=seeds))
+            made.append(
+                element(
+                    name, unbroken(text) if i == 0 else text, scope=scope, class_=kinds[i], data_value=sort, title=seeds
+                )
+            )
         rows.append(element("tr", *made))
     title, note = str(table.get("title") or ""), table.get("note")
     return joined(

@@ -11,7 +11,7 @@ function lay(host, panels, least) {
 }
 
 /** An empty plot of the panel's width: {svg, area, width, height, left, top}; width and height are of the plot area. */
-function frame(node, { height, left = 46, right = 12, top = 8, bottom = 40, label }) {
+function frame(node, { height, left = 52, right = 12, top = 8, bottom = 40, label }) {
   const canvas = make("div", { class: "canvas", tabindex: "0", role: "img", "aria-label": label });
   node.append(canvas);
   node.style.setProperty("--left", `${left}px`);
