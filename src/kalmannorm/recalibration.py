@@ -178,7 +178,7 @@ def _bar(loader: Iterable[Any], max_batches: int | None, progress: bool) -> Any:
         total = max_batches
     if total is not None and max_batches is not None:
         total = min(total, max_batches)
-    # A file or a pipe is no place for a bar. torch's stand-in for tqdm counts what has no end in bytes, without a label.
+    # A file or a pipe is no place for a bar. The stand-in that torch has for tqdm shows no label, and counts in bytes.
     shown = progress and _rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
     if stand_in := tqdm.__module__ == "torch.hub":
         shown = shown and total is not None
