@@ -51,7 +51,7 @@ def test_the_cifar_table_is_what_the_records_say():
         "batch norm (128, 2)": ("BN", 2),
         "group norm, warmed up": ("GN warmed up", 128),
         "BKN learned (128, 2)": ("BKN learned", 2),
-        "BKN weights (128, 2)": ("BKN weights", 2),
+        "BKN (128, 2)": ("BKN weights", 2),
     }.items():
         own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
         assert len(own) == 3
@@ -64,7 +64,7 @@ def test_the_cifar_table_is_what_the_records_say():
 def test_the_digits_table_is_what_the_records_say():
     records = [json.loads(line) for line in (RECORDS / "accuracy.jsonl").read_text().splitlines()]
     text = README.read_text(encoding="utf-8").split("| population / batch / example |")[1]
-    for method, label in (("BN", "batch norm"), ("BKN learned",) * 2, ("BKN weights",) * 2):
+    for method, label in (("BN", "batch norm"), ("BKN learned",) * 2, ("BKN weights", "BKN")):
         row = re.search(rf"^\| {label} \| (.*) \|$", text, re.MULTILINE)[1]
         for m, cell in zip((64, 2, 1), row.split(" | "), strict=True):
             own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]

@@ -37,7 +37,7 @@ def title(axes: Axes, headline: str, explanation: str, left: float = 0.0) -> Non
 def draw_deviation(axes: Axes, records: list[Record]) -> None:
     """One bar per layer and method: where σ of a batch lies, as a multiple of the σ that inference uses."""
     records = [record for record in records if record["statistics_batch"] == STATISTICS_BATCH]
-    shown = (("BN", "batch norm", BATCH_NORM, -0.18), ("BKN weights", "BKN weights", KALMAN, 0.18))
+    shown = (("BN", "batch norm", BATCH_NORM, -0.18), ("BKN weights", "BKN", KALMAN, 0.18))
     for method, label, colour, offset in shown:
         own = [record for record in records if record["method"] == method]
         for record in own:
@@ -86,7 +86,7 @@ def draw_accuracy(axes: Axes, records: list[Record]) -> None:
         ("BN", 2, "batch norm, batch 2", BATCH_NORM),
         ("GN warmed up", 128, "group norm", QUIET),
         ("BKN learned", 2, "BKN learned, batch 2", KALMAN_LEARNED),
-        ("BKN weights", 2, "BKN weights, batch 2", KALMAN),
+        ("BKN weights", 2, "BKN, batch 2", KALMAN),
     )
     means = {}
     for row, (method, size, _, colour) in enumerate(rows):
