@@ -104,6 +104,7 @@ class Interrupting:
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with signals ignored
 sys.meta_path.insert(0, Interrupting())
 from kalmannorm_command import main
 main()
@@ -123,10 +124,15 @@ def test_interrupted_while_it_imports(tmp_path, module):
     assert not list(tmp_path.iterdir())
 
 
-def test_interrupts_are_as_before_once_it_runs(monkeypatch):
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["heeded", "ignored"])
+def test_interrupts_are_as_before_once_it_runs(before, monkeypatch):
     found = []
     monkeypatch.setattr("kalmannorm.cli.main", lambda: found.append(signal.getsignal(signal.SIGINT)))
     from kalmannorm_command import main
 
-    main()
-    assert found == [signal.default_int_handler]
+    own = signal.signal(signal.SIGINT, before)
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGINT, own)
+    assert found == [before]

@@ -283,6 +283,8 @@ class GroupedNorm(TrackedNorm):
             posterior = plain.fuse(prior, observation, gain)
             y = plain.apply(x, posterior, self.weight, self.bias, 1, self.eps)
         else:
+            if torch.is_grad_enabled():  # DDP may write its buffers anew before the backward
+                average = Moments(average.mean.clone(), average.var.clone())
             expected, trust = expected_of_example(prior, gain, average, self.statistics_batch_size)
             y, posterior, _ = normalize(
                 x, expected, trust, self.weight, self.bias,
