@@ -18,7 +18,7 @@ from kalmannorm.cli.bench_output import (
     Rows,
     Threads,
     around,
-    micro,
+    norm_table,
     number,
 )
 
@@ -98,20 +98,7 @@ def inference(
 
 
 def _norm_table(rows: Rows) -> tuple[str, Columns]:
-    first = rows[0]
-    followed = " + ReLU" if first["relu"] else ""
-    copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"
-    title = f"{first['shape']} {first['layout']} {first['dtype']}, inference{followed}, {first['device']}; {copy}"
-    return title, {
-        "": [row["contender"] for row in rows],
-        "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
-        "µs": [micro(row["us"]) for row in rows],
-        "p20 – p80": [around(row, "us", micro) for row in rows],
-        "ratio": [number(row["ratio"]) for row in rows],
-        "÷ GroupNorm": [number(row["ratio_groupnorm"]) for row in rows],
-        "GB/s": [number(row["gb_per_s"], 0) for row in rows],
-        "% copy": [number(row["copy_percent"], 0) for row in rows],
-    }
+    return norm_table(rows, "inference", "GroupNorm")
 
 
 def _net_table(rows: Rows) -> tuple[str, Columns]:

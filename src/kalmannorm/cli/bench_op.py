@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import (
-    AsJson,
-    Columns,
-    Device,
-    Output,
-    Plot,
-    Rounds,
-    Rows,
-    Threads,
-    around,
-    micro,
-    number,
-)
+from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, norm_table
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
@@ -77,22 +65,4 @@ def op(
 
 
 def _table(rows: Rows) -> tuple[str, Columns]:
-    first = rows[0]
-    followed = " + ReLU" if first["relu"] else ""
-    copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"
-    title = (
-        f"{first['shape']} {first['layout']} {first['dtype']}, {first['level']}{followed}, {first['device']}; {copy}"
-    )
-    columns = {
-        "": [row["contender"] for row in rows],
-        "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
-        "µs": [micro(row["us"]) for row in rows],
-        "p20 – p80": [around(row, "us", micro) for row in rows],
-        "ratio": [number(row["ratio"]) for row in rows],
-        "÷ inductor": [number(row["ratio_inductor"]) for row in rows],
-        "GB/s": [number(row["gb_per_s"], 0) for row in rows],
-        "% copy": [number(row["copy_percent"], 0) for row in rows],
-    }
-    if first["ratio_inductor"] is None:
-        del columns["÷ inductor"]
-    return title, columns
+    return norm_table(rows, rows[0]["level"], "inductor")

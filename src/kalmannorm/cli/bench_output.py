@@ -102,3 +102,24 @@ def micro(value: float) -> str:
 def around(row: dict[str, Any], name: str, written: Callable[[float], str] = number) -> str:
     """The 20th and the 80th percentile."""
     return f"{written(row[f'{name}_p20'])} – {written(row[f'{name}_p80'])}"
+
+
+def norm_table(rows: Rows, what: str, other: str) -> tuple[str, Columns]:
+    """Of one norm: ratios to BatchNorm and to another contender, which need not have taken part."""
+    first, against = rows[0], f"ratio_{other.lower()}"
+    followed = " + ReLU" if first["relu"] else ""
+    copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"
+    title = f"{first['shape']} {first['layout']} {first['dtype']}, {what}{followed}, {first['device']}; {copy}"
+    columns = {
+        "": [row["contender"] for row in rows],
+        "m": ["" if row["statistics_batch"] is None else str(row["statistics_batch"]) for row in rows],
+        "µs": [micro(row["us"]) for row in rows],
+        "p20 – p80": [around(row, "us", micro) for row in rows],
+        "ratio": [number(row["ratio"]) for row in rows],
+        f"÷ {other}": [number(row[against]) for row in rows],
+        "GB/s": [number(row["gb_per_s"], 0) for row in rows],
+        "% copy": [number(row["copy_percent"], 0) for row in rows],
+    }
+    if first[against] is None:
+        del columns[f"÷ {other}"]
+    return title, columns

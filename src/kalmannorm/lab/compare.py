@@ -120,9 +120,6 @@ def _cell(
 ) -> None:
     """In a worker: what this cell still lacks."""
     execution = dataclasses.replace(execution, device=device)
-    if device != "cpu":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats(device)  # or the cells before would count
     try:
         _trainer(trainer)(recipe, folder, execution, resume=True, watch=watch)  # a finished run is left as it is
         if analysed and not _analysed(folder):
