@@ -13,7 +13,11 @@ from bundled_nets import IMAGE, Blocks, Branches, Smooth, bundles, converted
 from kalmannorm.kernels import triton_bundle
 from test_triton_compiles import compiled  # noqa: F401
 
-TAPE, LEAVES = {"tape_kernel", "tape_backward_kernel"}, {"leaves_kernel", "leaves_backward_kernel"}
+TAPE = {"tape_kernel", "tape_backward_kernel"}
+LEAVES = {"leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"}
+    {"tape_kernel", "tape_backward_kernel"},
+    {"leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"},
+)
 LAYERS = {"layers_kernel", "rows_backward_kernel", "layers_backward_kernel"}
 CASES = {
     "groups, depthwise, borders": (Blocks, IMAGE, torch.float32),
@@ -41,7 +45,8 @@ def test_bundles(case, compiled, monkeypatch):  # noqa: F811
         assert triton_bundle.applies(bundle, tensors)
         values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device("cpu"), True)
         at = [tuple(torch.zeros(2, 1, result.numel())) for result in bundle.results]
-        triton_bundle.backward(bundle, tensors, values, at, [None] * len(bundle.gains), [True] * len(tensors))
+        passed = [tensors[place] for place in bundle.passed]
+        triton_bundle.backward(bundle, tensors, values, at, [None] * len(bundle.gains), passed, [True] * len(tensors))
     assert compiled.keys() == TAPE | LEAVES | LAYERS
     if case == "in rows of four":
         assert "ld.global.v4" in compiled["layers_kernel"] and "st.global.v4" in compiled["layers_backward_kernel"]

@@ -229,10 +229,12 @@ class GroupedNorm(TrackedNorm):
     def _normalize(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments, Moments]:
-        affine, size = (self.weight, self.bias), self.statistics_batch_size
+        # What came with the prior is the same γ and β: gradients by both ways are then added up in one place.
+        weight, bias = getattr(prior, "affine", (None, None))
         return normalize(
-            x, prior, gain, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu
-        )
+            x, prior, gain, self.weight if weight is None else weight, self.bias if bias is None else bias,
+            statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual, relu=relu,
+        )  # fmt: skip
 
     def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
         dtype = statistics_dtype(x)

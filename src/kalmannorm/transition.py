@@ -102,11 +102,11 @@ class LearnedTransition(nn.Module):
 
 def _one_by_one(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, ...]:
     prior = kalman.predict(Moments(mean, var), matrix, noise.abs())
-    return prior.mean, prior.var, kalman.gain_of(logit)
+    return prior.mean, prior.var, kalman.gain_of(logit).expand(matrix.shape[0])
 
 
 class _Predicted(torch.autograd.Function):
-    """`_one_by_one` by the kernels of `run`."""
+    """`_one_by_one` by the kernels of `run`. The gain is a row: its gradient then needs no launch to be summed."""
 
     @staticmethod
     def forward(ctx: Any, run: ModuleType, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -123,7 +123,9 @@ class _Predicted(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *closed.again(_one_by_one, tensors, at)
         if at[0] is None and at[1] is None:
-            return None, None, None, None, None, None if at[2] is None else at[2] * kalman.gain_slope(tensors[4])
+            logit = tensors[4]
+            slope = None if at[2] is None else (at[2] * kalman.gain_slope(logit)).sum_to_size(logit.shape)
+            return None, None, None, None, None, slope
         rows = (tensors[0].shape[0], tensors[2].shape[0])
         arrived = [tensors[0].new_zeros(rows) if grad is None else grad.contiguous() for grad in at[:2]]
         gain = None if at[2] is None else at[2].contiguous()

@@ -35,16 +35,20 @@ def relative(found, expected):
     return ((found.double().cpu() - expected.cpu()).abs().max() / expected.abs().max().cpu().clamp(min=1e-3)).item()
 
 
-def run(bundle, tensors, at, at_gains, asked):
+def run(bundle, tensors, at, at_gains, at_passed, asked):
     values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device(DEVICE), True)
-    return values, triton_bundle.backward(bundle, tensors, values, at, at_gains, asked)
+    return values, triton_bundle.backward(bundle, tensors, values, at, at_gains, at_passed, asked)
 
 
 def arriving(bundle, tensors, missing=()):
     at = [tuple(torch.randn(1, result.numel(), device=DEVICE) for _ in range(2)) for result in bundle.results]
     for i, row in missing:
         at[i] = tuple(None if r == row else grad for r, grad in enumerate(at[i]))
-    return at, [torch.randn_like(tensors[place]) for place in bundle.gains]
+    at_gains = [torch.randn(gain.channels, device=DEVICE) for gain in bundle.gains]
+    at_passed = [torch.randn_like(tensors[place]) for place in bundle.passed]
+    if missing:
+        at_gains[0] = at_passed[1] = None
+    return at, at_gains, at_passed
 
 
 def double(values):
@@ -53,16 +57,26 @@ def double(values):
 
 @torch.no_grad()
 def compare(bundle, tensors, missing=(), tolerance=2e-6):
-    at, at_gains = arriving(bundle, tensors, missing)
+    at, at_gains, at_passed = arriving(bundle, tensors, missing)
     asked = [True] * len(tensors)
-    values, grads = run(bundle, tensors, at, at_gains, asked)
+    values, grads = run(bundle, tensors, at, at_gains, at_passed, asked)
     exact = bundle_aten.forward(bundle, double(tensors), torch.float64, torch.device(DEVICE), True)
     expected = bundle_aten.backward(
-        bundle, double(tensors), exact, [tuple(double(pair)) for pair in at], double(at_gains), asked
+        bundle,
+        double(tensors),
+        exact,
+        [tuple(double(pair)) for pair in at],
+        [
+            None if grad is None else grad.double().sum_to_size(tensors[gain.logit].shape)
+            for gain, grad in zip(bundle.gains, at_gains, strict=True)
+        ],
+        double(at_passed),
+        asked,
     )
     assert relative(values.entries, exact.entries) < tolerance
-    if bundle.gains:
-        assert relative(values.gains, exact.gains) < tolerance
+    for gain, found, wanted in zip(bundle.gains, values.gains, exact.gains, strict=True):
+        assert found.shape == (gain.channels,)
+        assert relative(found, wanted.expand(gain.channels)) < tolerance
     for i, (found, wanted) in enumerate(zip(grads, expected, strict=True)):
         assert found.dtype == tensors[i].dtype
         assert found.dim() < 4 or found.stride() == tensors[i].stride()

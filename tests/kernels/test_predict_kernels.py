@@ -66,7 +66,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(("G", "C", "P"), SIZES.values(), ids=SIZES.keys())
 def test_values_and_gradients(G, C, P, gains, launches):
     tensors = tensors_of(G, C, P, gains, noise=-0.7)
-    at = [torch.randn(G, C, device=DEVICE), torch.randn(G, C, device=DEVICE), torch.randn_like(tensors[-1])]
+    at = [torch.randn(G, C, device=DEVICE), torch.randn(G, C, device=DEVICE), torch.randn(C, device=DEVICE)]
     run = transition.predicting_for()
     results, grads = gradients(lambda *t: transition._Predicted.apply(run, *t), tensors, at)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kalmannorm.graph.program import Constant, Program, Select, Slice, Step
 from kalmannorm.graph.works import Work, work_of
-from kalmannorm.kernels.bundle import Belief, Bundle, Elementwise, Given, Layer, Stage
+from kalmannorm.kernels.bundle import Belief, Bundle, Elementwise, Gain, Given, Layer, Stage
 
 TOGETHER = 32
 """Norms whose priors are computed together. The backward of a bundle waits for the last of its gradients, and with it
@@ -51,6 +51,7 @@ class Part:
     sources: list[Source]
     steps: list[int]  # of which the results are
     calls: list[int]  # of which the gains are
+    affine: dict[int, tuple[int | None, int | None]]  # of calls: which of what is passed are their γ and β
     given: list[int]  # steps that have to be there first
     watched: list[tuple[int, Step]]  # what it was made of: for another step in its place it would be wrong
 
@@ -143,16 +144,29 @@ class _Builder:
             place[node.start : node.start + node.size] = torch.arange(moved, moved + node.size)
             moved += node.size
         results = [place[self.found[step]] for step in steps]
-        bundle = Bundle([], [], [], [], results, self.entries, self.masks)
+        bundle = Bundle([], [], [], [], [], results, self.entries, self.masks)
         self._add_leaves(bundle, nodes, needs)
         calls = [call for call in calls if getattr(call.norm, "gain_logit", None) is not None]
         for bit, call in enumerate(calls, len(steps)):
-            logit = call.norm.gain_logit
-            assert isinstance(logit, Tensor)
-            bundle.gains.append(self._tensor(Source(tuple(logit.shape), call.norm, "gain_logit"), 1 << bit))
+            logit, channels = call.norm.gain_logit, call.norm.num_features
+            assert isinstance(logit, Tensor) and isinstance(channels, int)
+            place_of = self._tensor(Source(tuple(logit.shape), call.norm, "gain_logit"), 1 << bit)
+            bundle.gains.append(Gain(place_of, logit.numel(), channels))
+        affine = self._pass(bundle, calls, len(steps) + len(calls))
         self._add_work(bundle, nodes, needs, place)
         watched = [(i, self.program.steps[i]) for i in order]
-        return Part(bundle, self.sources, steps, [call.identity for call in calls], self.given, watched)
+        return Part(bundle, self.sources, steps, [call.identity for call in calls], affine, self.given, watched)
+
+    def _pass(self, bundle: Bundle, calls: Sequence[Call], bit: int) -> dict[int, tuple[int | None, int | None]]:
+        """γ and β of norms that run here and are believed here: both of their gradients are then added up here."""
+        numbers: dict[tuple[int, str], int] = {}
+        norms = {id(call.norm) for call in calls}
+        for place, source in enumerate(self.sources):
+            if source.owner is not None and id(source.owner) in norms and source.name in ("weight", "bias"):
+                numbers[id(source.owner), source.name] = len(bundle.passed)
+                self.masks[place] |= 1 << (bit + len(bundle.passed))
+                bundle.passed.append(place)
+        return {c.identity: (numbers.get((id(c.norm), "weight")), numbers.get((id(c.norm), "bias"))) for c in calls}
 
     def _order(self, steps: list[int]) -> list[int]:
         seen: set[int] = set()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context
 from kalmannorm.graph.segment import Segment, recompute_id, segments
-from kalmannorm.graph.together import Prior, Results, Together
+from kalmannorm.graph.together import Results, Together
 from kalmannorm.moments import Moments, closed
 
 Memo = dict[int | None, dict[int, Any]]
@@ -203,14 +203,12 @@ class Relay:
             arrived[source] = posterior
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived)
-        gain = None
         if isinstance(memo, Results):
             self._bundles().fill(call, target, context, memo)
-            gain = memo.gains.get(call)
         previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)
-        return previous if gain is None else Prior.of(previous, gain)
+        return memo.prior(call, previous) if isinstance(memo, Results) else previous
 
     def _bundles(self) -> Together:
         """Of what runs: all that the model asks for, or what the norms of a part do."""

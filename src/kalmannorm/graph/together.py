@@ -28,27 +28,38 @@ from kalmannorm.kernels.dispatch import fused, on_device_of
 from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
+Affine = tuple[Tensor | None, Tensor | None]
+"""γ and β."""
+
+
+class Prior(Moments):
+    """A prior that comes with the gain it is fused with and, where they are not the norm's own, with γ and β."""
+
+    gain: Tensor
+    affine: Affine
+
+    @classmethod
+    def of(cls, moments: Moments, gain: Tensor, affine: Affine = (None, None)) -> Prior:
+        prior = cls(*moments)
+        prior.gain, prior.affine = gain, affine
+        return prior
+
 
 class Results(dict[int, Any]):
-    """Results of steps, by number; beside them the gains, by call, and which bundles were looked at in this forward."""
+    """Results of steps, by number; beside them what else calls are given, and which bundles were looked at so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gains: dict[int, Tensor] = {}
+        self.affine: dict[int, Affine] = {}
         self.checked = False
         self.tried: set[int] = set()
 
-
-class Prior(Moments):
-    """A prior that comes with the gain it is fused with."""
-
-    gain: Tensor
-
-    @classmethod
-    def of(cls, moments: Moments, gain: Tensor) -> Prior:
-        prior = cls(*moments)
-        prior.gain = gain
-        return prior
+    def prior(self, call: int, moments: Moments) -> Moments:
+        """What the norm is given in this call."""
+        if call not in self.gains:
+            return moments
+        return Prior.of(moments, self.gains[call], self.affine.get(call, (None, None)))
 
 
 class _Cached(NamedTuple):
@@ -132,7 +143,12 @@ class Together:
         count = len(part.steps)
         for step, mean, var in zip(part.steps, outputs[:count], outputs[count : 2 * count], strict=True):
             results[step] = Moments(mean, var)
-        results.gains.update(zip(part.calls, outputs[2 * count :], strict=True))
+        gains, passed = outputs[2 * count : 2 * count + len(part.calls)], outputs[2 * count + len(part.calls) :]
+        results.gains.update(zip(part.calls, gains, strict=True))
+        if passed:
+            for call, places in part.affine.items():
+                weight, bias = (None if place is None else passed[place] for place in places)
+                results.affine[call] = weight, bias
 
     def _outputs(self, number: int, tensors: list[Tensor], context: Context) -> Sequence[Tensor]:
         bundle = self.parts[number].bundle
@@ -147,7 +163,7 @@ class Together:
                 return known.outputs
             with torch.inference_mode(False), torch.no_grad():
                 values = run.forward(bundle, tensors, context.dtype, context.device, False)
-                outputs = _split(bundle, run.results(bundle, values), values.gains, tensors)
+                outputs = _listed(run.results(bundle, values), values.gains)
                 if keep:
                     versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
                     self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
@@ -194,20 +210,15 @@ def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleTy
     return bundle_aten
 
 
-def _split(
-    bundle: Bundle, results: Sequence[tuple[Tensor, Tensor]], gains: Tensor | None, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Means, variances, then gains."""
-    means, variances = [mean for mean, _ in results], [var for _, var in results]
-    if gains is None:
-        return means + variances
-    shapes = [tensors[place].shape for place in bundle.gains]
-    parts = torch.split(gains, [shape.numel() for shape in shapes])
-    return [*means, *variances, *(part.view(shape) for part, shape in zip(parts, shapes, strict=True))]
+def _listed(results: Sequence[tuple[Tensor, Tensor]], gains: Sequence[Tensor]) -> list[Tensor]:
+    return [*(mean for mean, _ in results), *(var for _, var in results), *gains]
 
 
 class _Bundled(torch.autograd.Function):
-    """Gradients that did not arrive are None, and what they alone would have reached gets none either."""
+    """Means, variances, gains, and what is passed: γ and β as they are.
+
+    Gradients that did not arrive are None, and what they alone would have reached gets none either.
+    """
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, run: ModuleType, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -217,12 +228,14 @@ class _Bundled(torch.autograd.Function):
         ctx.sizes = [len(left) for left in values.left]
         left = [tensor for each in values.left for tensor in each]
         ctx.save_for_backward(*tensors, values.entries, *left)
-        return tuple(_split(bundle, run.results(bundle, values), values.gains, tensors))
+        passed = (tensors[place].detach() for place in bundle.passed)
+        return *_listed(run.results(bundle, values), values.gains), *passed
 
     @staticmethod
     def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
         bundle, saved = ctx.bundle, ctx.saved_tensors
         count, given = len(bundle.results), len(bundle.masks)
+        at_gains, at_passed = at[2 * count : 2 * count + len(bundle.gains)], at[2 * count + len(bundle.gains) :]
         tensors, entries, rest = saved[:given], saved[given], iter(saved[given + 1 :])
         nothing = [None] * 3
         with full_precision(entries.device), on_device_of(entries):
@@ -230,12 +243,16 @@ class _Bundled(torch.autograd.Function):
                 spelt_out: Callable[..., list[Tensor]] = lambda *tensors: bundle_aten.spelt_out(  # noqa: E731
                     bundle, tensors, ctx.dtype, entries.device
                 )
-                return *nothing, *closed.again(spelt_out, tensors, at)
+                at_logits = [
+                    grad if grad is None or grad.numel() == gain.logits else grad.sum().view(tensors[gain.logit].shape)
+                    for gain, grad in zip(bundle.gains, at_gains, strict=True)
+                ]
+                return *nothing, *closed.again(spelt_out, tensors, [*at[: 2 * count], *at_logits, *at_passed])
             left = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
             arrived = sum(1 << bit for bit in range(count) if at[bit] is not None or at[count + bit] is not None)
-            arrived |= sum(1 << (count + bit) for bit, grad in enumerate(at[2 * count :]) if grad is not None)
+            arrived |= sum(1 << bit for bit, grad in enumerate(at[2 * count :], count) if grad is not None)
             needed = zip(ctx.needs_input_grad[3:], bundle.masks, strict=True)
             asked = [wanted and bool(mask & arrived) for wanted, mask in needed]
             pairs = list(zip(at[:count], at[count : 2 * count], strict=True))
-            values = Values(entries, None, left)
-            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, at[2 * count :], asked)
+            values = Values(entries, [], left)
+            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, at_gains, at_passed, asked)

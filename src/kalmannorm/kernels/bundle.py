@@ -86,6 +86,14 @@ class Given(NamedTuple):
     size: int
 
 
+class Gain(NamedTuple):
+    """Place of a gain's logit, one for all channels or one for each."""
+
+    logit: int
+    logits: int
+    channels: int
+
+
 @dataclass
 class Stage:
     elementwise: list[Elementwise] = field(default_factory=list)
@@ -98,11 +106,12 @@ class Bundle:
 
     beliefs: list[Belief]
     given: list[Given]
-    gains: list[int]
+    gains: list[Gain]
+    passed: list[int]  # places of γ and β that are results too, for the op to read: their gradients come back to here
     stages: list[Stage]
     results: list[Tensor]  # the entries that each result is made of
     entries: int
-    masks: list[int]  # of each tensor: the results that it is needed for; the gains are results after the last
+    masks: list[int]  # of each tensor: the results that it is needed for; gains and what is passed follow the last
     tables: dict[Any, Any] = field(default_factory=dict)  # what the ways to run it keep, by device
 
     @property

@@ -52,10 +52,10 @@ _NONE: Left = ()
 
 
 class Values(NamedTuple):
-    """All entries, the gains one after the other, and what every piece of work leaves for its gradients, in order."""
+    """All entries, the gains, and what every piece of work leaves for its gradients, in order."""
 
     entries: Tensor
-    gains: Tensor | None
+    gains: Sequence[Tensor]
     left: list[Left]
 
 
@@ -174,8 +174,12 @@ def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
     return [(part[:1], part[1:]) for part in parts]
 
 
-def _gains(bundle: Bundle, tensors: Tensors) -> Tensor | None:
-    return gain_of(torch.cat([tensors[place].reshape(-1) for place in bundle.gains])) if bundle.gains else None
+def _gains(bundle: Bundle, tensors: Tensors) -> list[Tensor]:
+    if not bundle.gains:
+        return []
+    gains = gain_of(torch.cat([tensors[gain.logit].reshape(-1) for gain in bundle.gains]))
+    parts = torch.split(gains, [gain.logits for gain in bundle.gains])
+    return [part.view(tensors[gain.logit].shape) for part, gain in zip(parts, bundle.gains, strict=True)]
 
 
 def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
@@ -221,9 +225,10 @@ def backward(
     values: Values,
     at: Sequence[tuple[Tensor | None, Tensor | None]],
     at_gains: Sequence[Tensor | None],
+    at_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of the tensors that are asked for, from those of the results' means and variances and of the gains."""
+    """Gradients of the tensors that are asked for, from those of means and variances, gains and what is passed."""
     entries = values.entries
     ready, left = _ready(bundle, entries.device), list(values.left)
     grads = torch.zeros_like(entries)
@@ -239,6 +244,9 @@ def backward(
         for each, work in reversed(elementwise):
             _function_gradient(each.function, work, entries, grads, left.pop())
     _leaf_gradients(bundle, tensors, grads, found)
+    for place, grad in zip(bundle.passed, at_passed, strict=True):
+        more = found[place]
+        found[place] = more if grad is None else grad if more is None else more + grad
     _gain_gradients(bundle, tensors, at_gains, found)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
 
@@ -310,16 +318,16 @@ def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list
 
 
 def _gain_gradients(bundle: Bundle, tensors: Tensors, at: Sequence[Tensor | None], found: list[Tensor | None]) -> None:
-    logits = [tensors[place].reshape(-1) for place in bundle.gains]
+    logits = [tensors[gain.logit].reshape(-1) for gain in bundle.gains]
     if any(grad is not None for grad in at):
         grads = [torch.zeros_like(x) if grad is None else grad.reshape(-1) for x, grad in zip(logits, at, strict=True)]
         slopes = gain_slope(torch.cat(logits)) * torch.cat(grads)
-        for place, part in zip(bundle.gains, torch.split(slopes, [x.numel() for x in logits]), strict=True):
-            found[place] = part.view(tensors[place].shape)
+        for gain, part in zip(bundle.gains, torch.split(slopes, [x.numel() for x in logits]), strict=True):
+            found[gain.logit] = part.view(tensors[gain.logit].shape)
 
 
 def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Means and variances of the results, then the gains, in operations that autograd follows to any order."""
+    """Means and variances of the results, gains, the passed, in operations that autograd follows to any order."""
     entries = _leaves(bundle, tensors, dtype, device)
     ready = _ready(bundle, device)
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
@@ -329,8 +337,8 @@ def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torc
             m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
             entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
     found = [_taken(entries, where).unsqueeze(1) for where in ready.results]
-    gains = [gain_of(tensors[place]) for place in bundle.gains]
-    return [pair[0] for pair in found] + [pair[1] for pair in found] + gains
+    more = [gain_of(tensors[gain.logit]) for gain in bundle.gains] + [tensors[place] for place in bundle.passed]
+    return [pair[0] for pair in found] + [pair[1] for pair in found] + more
 
 
 def _one(each: Elementwise | Layer, given: list[Moments], tensors: Tensors, dtype: torch.dtype) -> Moments:

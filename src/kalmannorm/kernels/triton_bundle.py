@@ -92,28 +92,25 @@ def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
     spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
     means += [tensors[each.mean].reshape(-1) for each in bundle.given]
     spreads += [tensors[each.var].reshape(-1) for each in bundle.given]
-    return torch.cat([*means, *spreads, *(tensors[place].reshape(-1) for place in bundle.gains)])
+    return torch.cat([*means, *spreads, *(tensors[gain.logit].reshape(-1) for gain in bundle.gains)])
 
 
-def _leaf_sizes(bundle: Bundle, tensors: Tensors) -> tuple[int, int, int]:
-    return (
-        bundle.leaves,
-        sum(each.size for each in bundle.beliefs),
-        sum(tensors[place].numel() for place in bundle.gains),
-    )
+def _beliefs(bundle: Bundle) -> int:
+    return sum(each.size for each in bundle.beliefs)
 
 
 def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
     tables = _tables(bundle, device)
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
     type_of = _type(tables, tensors)
-    flat, sizes = _flat(bundle, tensors, device), _leaf_sizes(bundle, tensors)
-    E = bundle.entries
+    flat, channels = _flat(bundle, tensors, device), tables.logits.numel()
+    E, leaves = bundle.entries, bundle.leaves
     entries = torch.empty((2, E), device=device, dtype=torch.float32)
-    gains = torch.empty(sizes[2], device=device, dtype=torch.float32)
+    gains = torch.empty(channels, device=device, dtype=torch.float32)
     sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
-    grid = (triton.cdiv(max(sizes[0], sizes[2]), BLOCK),)
-    moments.leaves_kernel[grid](flat, entries, gains, E, *sizes, GAIN_MARGIN, BLOCK=BLOCK)
+    moments.leaves_kernel[(triton.cdiv(max(leaves, channels), BLOCK),)](
+        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK
+    )
     for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
         for tape in tapes:
             moments.tape_kernel[(tape.depths.numel(),)](
@@ -125,7 +122,8 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
                 entries, sums, bound.table, work, tables.index, tables.geometry, E,
                 **tile._asdict(), TYPE=type_of, GROUPED=grouped,
             )  # fmt: skip
-    return Values(entries, gains if bundle.gains else None, [(sums, flat)])
+    # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
+    return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat)])
 
 
 def _options(tape: Tape) -> dict[str, Any]:
@@ -157,6 +155,7 @@ def backward(
     values: Values,
     at: Sequence[tuple[Tensor | None, Tensor | None]],
     at_gains: Sequence[Tensor | None],
+    at_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
     entries, ((sums, flat),) = values.entries, values.left
@@ -164,7 +163,7 @@ def backward(
     device, E = entries.device, bundle.entries
     tables = _tables(bundle, device)
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
-    type_of, sizes, S = _type(tables, tensors), _leaf_sizes(bundle, tensors), tables.slots
+    type_of, S = _type(tables, tensors), tables.slots
     slots = torch.empty((2, S), device=device, dtype=torch.float32)
     arrived = tables.results.numel()
     for row in range(2):
@@ -192,16 +191,19 @@ def backward(
                 entries, E, *uses, *tape.instructions, tape.offsets, tape.depths, tables.numbers,
                 _weights(bundle, device), **_options(tape),
             )  # fmt: skip
-    logits = [tensors[place] for place in bundle.gains]
-    grads = [
-        _constant(bundle, 0.0, logit.numel(), device) if grad is None else grad.reshape(-1)
-        for logit, grad in zip(logits, at_gains, strict=True)
-    ]
-    small = torch.empty(flat.numel(), device=device, dtype=torch.float32)
-    grid = (triton.cdiv(max(sizes[0], sizes[2]), BLOCK),)
-    moments.leaves_backward_kernel[grid](
-        flat, small, torch.cat(grads) if grads else small, *uses, *sizes, GAIN_MARGIN, BLOCK=BLOCK
+    small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
+    passed = _passed(bundle, at_passed, device)
+    moments.leaves_backward_kernel[(triton.cdiv(leaves, BLOCK),)](
+        flat, small, passed, *uses, leaves, _beliefs(bundle), PASSED=passed is not None, BLOCK=BLOCK
     )
+    if bundle.gains:
+        grads = [
+            _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
+            for gain, grad in zip(bundle.gains, at_gains, strict=True)
+        ]
+        moments.gains_backward_kernel[(len(grads),)](
+            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN, BLOCK=4 * BLOCK
+        )
     found = _unflattened(bundle, tensors, small)
     for layer, start in zip(tables.layers, bound.starts, strict=True):
         weight = tensors[layer.weight]
@@ -210,6 +212,18 @@ def backward(
         if layer.bias is not None:
             found[layer.bias] = gathered[0, layer.start : layer.start + layer.outputs].to(tensors[layer.bias].dtype)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _passed(bundle: Bundle, grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """What arrived at the β and then at the γ of all beliefs, zero where nothing did."""
+    if all(grad is None for grad in grads):
+        return None
+    arrived = dict(zip(bundle.passed, grads, strict=True))
+    places = [(each.bias, each.size) for each in bundle.beliefs] + [(each.weight, each.size) for each in bundle.beliefs]
+    found = [(None if place is None else arrived.get(place), size) for place, size in places]
+    rows = torch.empty(2 * _beliefs(bundle), device=device, dtype=torch.float32)
+    torch.cat([_constant(bundle, 0.0, size, device) if grad is None else grad for grad, size in found], out=rows)
+    return rows
 
 
 def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
@@ -222,7 +236,7 @@ def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor
     places += [(each.mean, each.size) for each in bundle.given]
     places += [(each.weight, each.size) for each in bundle.beliefs]
     places += [(each.var, each.size) for each in bundle.given]
-    places += [(place, tensors[place].numel()) for place in bundle.gains]
+    places += [(gain.logit, gain.logits) for gain in bundle.gains]
     found: list[Tensor | None] = [None] * len(tensors)
     for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
         if place is not None:

@@ -68,9 +68,9 @@ def predict_kernel(
         prior_mean, prior_var = sums, squares
     store_rows(prior_mean_ptr, g, G, c, C, prior_mean)
     store_rows(prior_var_ptr, g, G, c, C, prior_var + tl.abs(tl.load(noise_ptr)))
-    mine = (c < C) & ((c == 0) | (gain_step != 0)) & (tl.program_id(1) == 0)
+    mine = (c < C) & (tl.program_id(1) == 0)
     logit = tl.load(logit_ptr + c * gain_step, mask=mine, other=0.0)
-    tl.store(gain_ptr + c * gain_step, MARGIN + (1 - 2 * MARGIN) * share_of(logit), mask=mine)
+    tl.store(gain_ptr + c, MARGIN + (1 - 2 * MARGIN) * share_of(logit), mask=mine)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def predict_backward_kernel(
 def predict_fold_kernel(
     shares_ptr, noise_shares_ptr, noise_ptr, logit_ptr, at_gain_ptr,
     to_mean_ptr, to_var_ptr, to_noise_ptr, to_logit_ptr,
-    blocks, values, gains,
+    blocks, values, C, gain_step,
     BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr,
 ):  # fmt: skip
     """Shares added up, BV values in each program; and what belongs to the noise and the gain."""
@@ -130,18 +130,22 @@ def predict_fold_kernel(
         noise = tl.load(noise_ptr)
         tl.store(to_noise_ptr, tl.where(noise > 0, total, tl.where(noise < 0, -total, 0.0)))
         if TO_GAIN:
-            for first in range(0, gains, BV):
+            sums = tl.zeros([BV], tl.float32)
+            for first in range(0, C, BV):
                 one = first + tl.arange(0, BV)
-                trust = share_of(tl.load(logit_ptr + one, mask=one < gains, other=0.0))
-                change = tl.load(at_gain_ptr + one, mask=one < gains, other=0.0)
-                tl.store(to_logit_ptr + one, (1 - 2 * MARGIN) * trust * (1 - trust) * change, mask=one < gains)
+                trust = share_of(tl.load(logit_ptr + one * gain_step, mask=one < C, other=0.0))
+                change = (1 - 2 * MARGIN) * trust * (1 - trust) * tl.load(at_gain_ptr + one, mask=one < C, other=0.0)
+                sums += change
+                tl.store(to_logit_ptr + one, change, mask=(one < C) & (gain_step != 0))
+            if gain_step == 0:
+                tl.store(to_logit_ptr, tl.sum(sums, 0))
 
 
 def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain in the shape of its logit."""
+    """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,), of one logit or of C."""
     (G, P), C = mean.shape, matrix.shape[0]
     prior_mean, prior_var = (torch.empty((G, C), device=mean.device, dtype=torch.float32) for _ in range(2))
-    gain = torch.empty_like(logit)
+    gain = torch.empty(C, device=mean.device, dtype=torch.float32)
     BG = 1 if G == 1 else min(max(power(G), 16), 64)
     BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
     predict_kernel[triton.cdiv(C, BC), triton.cdiv(G, BG)](
@@ -180,6 +184,6 @@ def backward(
     BV = 256
     predict_fold_kernel[(triton.cdiv(G * P, BV),)](
         shares, noise_shares, noise, logit, at_gain, to_mean, to_var, to_noise, to_logit,
-        blocks, G * P, logit.numel(), BS=power(blocks), BV=BV, TO_GAIN=at_gain is not None,
+        blocks, G * P, C, int(logit.numel() > 1), BS=power(blocks), BV=BV, TO_GAIN=at_gain is not None,
     )  # fmt: skip
     return to_mean, to_var, at_matrix, to_noise, to_logit

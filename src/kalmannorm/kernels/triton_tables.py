@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmannorm.kernels.bundle import Bundle, Elementwise, Function, Layer
+from kalmannorm.kernels.bundle import Bundle, Elementwise, Function, Gain, Layer
 from kalmannorm.kernels.bundle_aten import SMOOTH
 from kalmannorm.kernels.bundle_layers import geometry
 
@@ -73,6 +73,8 @@ class Tables:
     index: Tensor
     geometry: Tensor
     results: Tensor
+    gains: Tensor  # (gains, 4): where its logits begin, how many they are, where its channels begin, how many
+    logits: Tensor  # of each channel of each gain: where its logit is
     layers: list[Layer]  # of all stages
     rows: list[list[int]]  # their rows of the table, but for what depends on the weights
     slots: int
@@ -132,11 +134,21 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         _integers(torch.cat([*listed, torch.zeros(1)]), device),
         torch.cat([*seen, torch.zeros(1)]).to(device),
         results.to(device),
+        *_gains(bundle.gains, device),
         layers,
         rows,
         slots,
         sums,
     )
+
+
+def _gains(gains: Sequence[Gain], device: torch.device) -> tuple[Tensor, Tensor]:
+    table, places, logit, channel = [], [torch.zeros(0)], 0, 0
+    for gain in gains:
+        table.append([logit, gain.logits, channel, gain.channels])
+        places.append((logit + torch.arange(gain.logits)).expand(gain.channels))
+        logit, channel = logit + gain.logits, channel + gain.channels
+    return _integers(torch.tensor(table), device), _integers(torch.cat(places), device)
 
 
 def _integers(values: Tensor, device: torch.device) -> Tensor:

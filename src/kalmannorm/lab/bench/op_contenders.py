@@ -47,7 +47,8 @@ class Inputs:
         self.x, self.upstream = (0.5 + 2 * image()).requires_grad_(), image()
         self.weight, self.bias = 1 + 0.1 * normal(channels), normal(channels)
         self.mean, self.var = normal(1, channels).requires_grad_(), (1 + normal(1, channels) ** 2).requires_grad_()
-        self.gain = torch.tensor(0.6, device=device, requires_grad=True)
+        # As the bundles of a converted model give it: on a GPU one for each channel.
+        self.gain = torch.full(() if device.type == "cpu" else (channels,), 0.6, device=device, requires_grad=True)
 
     def affine(self, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, nn.Parameter]:
         return nn.Parameter(self.weight.to(dtype, copy=True)), nn.Parameter(self.bias.to(dtype, copy=True))
