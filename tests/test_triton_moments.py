@@ -15,9 +15,6 @@ from test_triton_compiles import compiled  # noqa: F401
 
 TAPE = {"tape_kernel", "tape_backward_kernel"}
 LEAVES = {"leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"}
-    {"tape_kernel", "tape_backward_kernel"},
-    {"leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"},
-)
 LAYERS = {"layers_kernel", "rows_backward_kernel", "layers_backward_kernel"}
 CASES = {
     "groups, depthwise, borders": (Blocks, IMAGE, torch.float32),
