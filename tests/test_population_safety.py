@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from kalmannorm import BatchKalmanNorm2d, GhostBatchNorm2d, freeze_statistics, recalibrate
+from kalmannorm import BatchKalmanNorm2d, GhostBatchNorm2d, freeze_statistics, recalibrate, tracking
 from population_nets import KINDS, data, quiet, same, statistics
 
 
@@ -163,3 +163,17 @@ def test_progress_is_shown_where_wanted_and_on_a_terminal_alone(capsys, monkeypa
         if not (terminal and progress):
             assert said == ""
     assert "recalibrate" in said and ("2/2" if bar == "tqdm" else "100.0%") in said and said.endswith("\n")
+
+
+def test_what_is_only_looked_at_launches_nothing(monkeypatch):
+    """Where one launch can move the buffers, as on a GPU, a recalibration still sees each batch and moves none."""
+    launched = []
+    monkeypatch.setattr(tracking, "tracking_for", lambda rows: lambda *args, **options: launched.append(args))
+    model, x = (
+        nn.Sequential(BatchKalmanNorm2d(3), GhostBatchNorm2d(3, statistics_batch_size=2)),
+        torch.randn(4, 3, 5, 5),
+    )
+    model(x)
+    assert len(launched) == 2
+    result = recalibrate(model, [x], progress=False)
+    assert len(launched) == 2 and result.values == {"0": 100, "1": 100}

@@ -102,7 +102,9 @@ class TrackedNorm(_NormBase):
             rows.dtype,
             rows.device,
         )
-        return tracking_for(rows) if fits and self._pending is None and not transformed() else None
+        # Who put another `_track` into this norm, as `recalibrate` does, wants what it sees, and not that it moves.
+        watched = self._pending is not None or "_track" in vars(self)
+        return tracking_for(rows) if fits and not watched and not transformed() else None
 
     def _averages(self) -> Kind:
         """What `_pool` and `_moved` do, in a word."""

@@ -115,7 +115,7 @@ def count_kernels(call: Callable[[], object], device: torch.device) -> int | Non
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize(device)
     on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
