@@ -76,7 +76,15 @@ CASES = {
     "on chip, many chunks": Case((3, 5, 6, 6), 2, relu=True, launch=(16, 4, 0)),
     "on chip, many chunks, NCHW": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 2, 0), last=False),
     "on chip, a tile wider than all channels": Case((4, 3, 4, 4), 2, launch=(8, 16, 0)),
+    "residual and relu, streamed": Case((5, 8, 5, 3), 2, residual=True, relu=True, launch=(16, 8, 2)),
+    "residual and relu, streamed, NCHW": Case((5, 3, 4, 6), 2, residual=True, relu=True, launch=(16, 2, 3), last=False),
+    "residual and relu, on chip, many chunks": Case((5, 16, 3, 3), 2, residual=True, relu=True, launch=(4, 8, 0)),
     "bf16": Case((6, 8, 5, 5), 2, residual=True, relu=True, dtype=torch.bfloat16),
+    "bf16, NCHW": Case((5, 6, 4, 4), 2, residual=True, relu=True, dtype=torch.bfloat16, last=False),
+    "fp16, residual": Case((5, 8, 3, 4), 2, residual=True, relu=True, dtype=torch.float16),
+    "fp16, residual, NCHW, streamed": Case(
+        (5, 3, 8, 5), 2, residual=True, relu=True, dtype=torch.float16, launch=(16, 2, 3), last=False
+    ),
     "bf16, NCHW, streamed": Case((4, 8, 5, 5), 2, relu=True, dtype=torch.bfloat16, launch=(16, 8, 2), last=False),
     "fp16": Case((6, 8, 5, 5), 3, relu=True, dtype=torch.float16),
 }
@@ -222,6 +230,28 @@ def test_a_nan_is_not_hidden_by_the_relu():
     y, *_ = op(x, None, None, None, None, None, 2, EPS, None, True)
     assert y[:2, 1].isnan().all()
     assert y[2:].isfinite().all() and y[:2, ::2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 16, 4, 4), (5, 6, 3, 3)], ids=["eights", "odd"])
+@pytest.mark.parametrize("last", [True, False], ids=["NHWC", "NCHW"])
+@pytest.mark.parametrize("launch", [None, (16, 8, 0), (16, 8, 2)], ids=["as chosen", "on chip", "streamed"])
+def test_a_residual_gets_exactly_what_came_through_the_relu(launch, last, shape, dtype, monkeypatch):
+    """Bit for bit g where y > 0 or is NaN, else 0; also where a positive sum is rounded to a y of 0."""
+    case = Case(shape, 2, last, residual=True, relu=True, launch=launch, dtype=dtype)
+    force(monkeypatch, case)
+    *first, residual = tensors(case)
+    with torch.no_grad():
+        weight, bias = first[-2:]
+        weight[2], bias[2] = 0, 1e-9
+        residual[:, 2] = 0
+        residual[0, 1] = float("nan")
+    y, *_ = op(*first, case.m, EPS, residual, True)
+    g = torch.randn_like(y)
+    (actual,) = torch.autograd.grad(y, residual, g)
+    assert y[0, 1].isnan().all() and (y[:, 2] == 0).all() == (dtype == torch.float16)
+    assert torch.equal(actual, torch.where(y <= 0, 0, g))
+    assert actual.stride() == residual.stride()
 
 
 def test_many_groups_of_few_channels():

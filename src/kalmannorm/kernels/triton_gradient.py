@@ -2,6 +2,9 @@
 
 With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
 and from these dx = γρ g + b (x - x̄) + c is linear in g and x: docs/equations.md.
+
+Behind a residual and a ReLU, what of g came through is a result too, so the first pass writes it and the second reads
+it again, in the place of g and of what tells the mask.
 """
 
 from __future__ import annotations
@@ -104,6 +107,8 @@ def backward_kernel(
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        if RESIDUAL:
+            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
     slope, constant = settle(
@@ -115,25 +120,30 @@ def backward_kernel(
         N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
         PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
+    if RESIDUAL:
+        # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
+        # above, another may read below.
+        tl.debug_barrier()
     for chunk in range(chunks):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        if RESIDUAL:
+            g = tl.load(d_residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        else:
+            g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
         dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if RESIDUAL:
-            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
-    g_ptr, x_ptr, y_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C)."""
+    """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -154,6 +164,8 @@ def backward_reduce_kernel(
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        if RESIDUAL:
+            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
     share = (split * G + group).to(tl.int64) * C + channel
@@ -197,12 +209,12 @@ def backward_filter_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_apply_kernel(
-    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
+    g_ptr, x_ptr, dx_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, third: dx, and the residual's gradient."""
+    """Streamed, third: dx. Of g, what came through the ReLU, unless RELU asks to see to that here."""
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -223,11 +235,9 @@ def backward_apply_kernel(
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        g = gradient_at(g_ptr, None, offset, mask, x, mean, scale, shift, RELU, False)
         dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if RESIDUAL:
-            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

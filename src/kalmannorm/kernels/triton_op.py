@@ -147,7 +147,7 @@ def backward(
         grid = (blocks * how.splits * G,)
         share = how.splits, how.chunks, how.per_split
         gradient.backward_reduce_kernel[grid](
-            grad_y, x, y, partial, weight, bias, *moments[:2],
+            grad_y, x, y, d_residual, partial, weight, bias, *moments[:2],
             N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
         )  # fmt: skip
         gradient.backward_filter_kernel[G, triton.cdiv(C, how.merge_channels)](
@@ -156,8 +156,9 @@ def backward(
             BS=power(how.splits), BC=how.merge_channels, WEIGHT=weight is not None, **settled,
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
-            grad_y, x, y, dx, d_residual, weight, bias, *moments[:3], line,
-            N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
+            grad_y if d_residual is None else d_residual, x, dx, weight, bias, *moments[:3], line,
+            N, G, C, L, m, *share, weight_row, bias_row, eps,
+            WEIGHT=weight is not None, BIAS=bias is not None, RELU=relu and d_residual is None, **tile,
         )  # fmt: skip
     fold(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = (room.result for room in rooms)
