@@ -91,10 +91,12 @@ def test_tracking(kind, groups, compiled):
 
 @pytest.mark.parametrize("groups", [1, 16, 70], ids=["one group", "one tile", "several"])
 @pytest.mark.parametrize("gains", [1, 200], ids=["one gain", "gains"])
-def test_predicting(groups, gains, compiled):
+def test_predicting(groups, gains, compiled, monkeypatch):
+    monkeypatch.setattr(triton_predict, "precision_on", lambda device: "tf32x3" if gains > 1 else "ieee")
     C, P = 200, 48
     rows = torch.ones(groups, P), torch.ones(groups, P), torch.ones(C, P), torch.ones(()), torch.ones(gains)
     *at, gain = triton_predict.forward(*rows)
     triton_predict.backward(*at, gain, *rows, True)
     assert compiled.keys() == {"predict_kernel", "predict_backward_kernel", "predict_fold_kernel"}
     assert "ld.global.v4" in compiled["predict_backward_kernel"]
+    assert ("mma.sync" in compiled["predict_kernel"]) == (groups > 1 and gains > 1)
