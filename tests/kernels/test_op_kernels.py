@@ -12,7 +12,7 @@ import torch
 from poisoned import DEVICE, poison
 
 from kalmannorm import op as registered
-from kalmannorm.kernels import reference, triton_launch, triton_op
+from kalmannorm.kernels import bits, reference, triton_launch, triton_op
 from test_op import TOLERANCE, channels_last, relative_error
 
 pytestmark = [  # of Triton's interpreter
@@ -93,6 +93,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _on_the_kernels(monkeypatch):
     monkeypatch.setattr(registered, "kernels_for", lambda x, size: triton_op)
+    monkeypatch.setattr(registered, "keeps_bits", bits.whole_bytes)  # as on CUDA
     poison(monkeypatch)
 
 
@@ -131,7 +132,7 @@ def tensors(case):
 def results(function, inputs, case, grads):
     """Outputs and all gradients, of inputs that are there."""
     *first, residual = inputs
-    outputs = function(*first, case.m, EPS, residual, case.relu)
+    outputs = function(*first, case.m, EPS, residual, case.relu)[:5]
     given = [t for t in inputs if t is not None]
     arriving = [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
     return [*outputs, *torch.autograd.grad(outputs, given, arriving)]
@@ -246,12 +247,13 @@ def test_a_residual_gets_exactly_what_came_through_the_relu(launch, last, shape,
         weight[2], bias[2] = 0, 1e-9
         residual[:, 2] = 0
         residual[0, 1] = float("nan")
-    y, *_ = op(*first, case.m, EPS, residual, True)
+    y, *_, kept = op(*first, case.m, EPS, residual, True)
     g = torch.randn_like(y)
     (actual,) = torch.autograd.grad(y, residual, g)
     assert y[0, 1].isnan().all() and (y[:, 2] == 0).all() == (dtype == torch.float16)
     assert torch.equal(actual, torch.where(y <= 0, 0, g))
     assert actual.stride() == residual.stride()
+    assert kept.numel() == (0 if shape[1] % 8 else y.numel() // 8)
 
 
 def test_many_groups_of_few_channels():

@@ -3,8 +3,8 @@
 With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
 and from these dx = γρ g + b (x - x̄) + c is linear in g and x: docs/equations.md.
 
-Behind a residual and a ReLU, what of g came through is a result too, so the first pass writes it and the second reads
-it again, in the place of g and of what tells the mask.
+Behind a residual and a ReLU, a gate tells what came through: the output, or its bits (`bits.py`). What of g does is a
+result too, so the first pass writes it and the second reads that, in the place of g and of the gate.
 """
 
 from __future__ import annotations
@@ -12,22 +12,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm.kernels.triton_norm import VARYING, load_row, place, tile_at, update_backward
+from kalmannorm.kernels.triton_norm import VARYING, bits_at, load_row, place, tile_at, update_backward
 
 
 @triton.jit
-def gradient_at(
-    g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr, RESIDUAL: tl.constexpr
-):  # fmt: skip
-    """What arrives before the activation: where the ReLU let nothing through, nothing comes back."""
+def gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr):
+    """What arrives; before a ReLU without a gate, nothing where that let nothing through."""
     g = tl.load(g_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        if RESIDUAL:
-            z = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        else:
-            z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
         g = tl.where(z <= 0.0, 0.0, g)
     return g
+
+
+@triton.jit
+def shut_at(
+    gate_ptr, offset, mask, chunk, group, block, N, C, L, m,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Where the gate of a tile lets nothing through, [BR, BC]."""
+    if BITS:
+        at, inside = bits_at(chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST)
+        byte = tl.load(gate_ptr + at, mask=inside, other=0)
+        place = tl.arange(0, 8)
+        if CHANNELS_LAST:
+            bit = tl.reshape((byte[:, :, None] >> place[None, None, :]) & 1, [BR, BC])
+        else:
+            bit = tl.reshape((byte[:, None, :] >> place[None, :, None]) & 1, [BR, BC])
+        shut = bit == 0
+    else:
+        shut = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
+    return shut
 
 
 @triton.jit
@@ -77,14 +92,15 @@ def settle(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    g_ptr, x_ptr, gate_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
     if CHANNELS_LAST:
@@ -92,7 +108,8 @@ def backward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
+    block = tl.program_id(0) // G
+    channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
@@ -106,8 +123,10 @@ def backward_kernel(
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
-        if RESIDUAL:
+        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
+        if GATE:
+            shut = shut_at(gate_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
+            g = tl.where(shut, 0.0, g)
             tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
@@ -120,7 +139,9 @@ def backward_kernel(
         N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
         PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
-    if RESIDUAL:
+    arriving_ptr = g_ptr
+    if GATE:
+        arriving_ptr = d_residual_ptr
         # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
         # above, another may read below.
         tl.debug_barrier()
@@ -128,20 +149,17 @@ def backward_kernel(
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            g = tl.load(d_residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        else:
-            g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
+        g = gradient_at(arriving_ptr, offset, mask, x, mean, scale, shift, RELU)
         dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
-    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    g_ptr, x_ptr, gate_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
     if CHANNELS_LAST:
@@ -163,8 +181,10 @@ def backward_reduce_kernel(
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, y_ptr, offset, mask, x, mean, scale, shift, RELU, RESIDUAL)
-        if RESIDUAL:
+        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
+        if GATE:
+            shut = shut_at(gate_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
+            g = tl.where(shut, 0.0, g)
             tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
@@ -214,7 +234,7 @@ def backward_apply_kernel(
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, third: dx. Of g, what came through the ReLU, unless RELU asks to see to that here."""
+    """Streamed, third: dx. Behind a gate, g is what came through it."""
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -235,7 +255,7 @@ def backward_apply_kernel(
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, None, offset, mask, x, mean, scale, shift, RELU, False)
+        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
         dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

@@ -10,7 +10,7 @@ Sizes are divided and multiplied by V, which divides them, so that the compiler 
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
 
 With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
-before the ReLU, the sign of the saved output is the mask.
+before the ReLU, the forward leaves one bit of each value of y (`bits.py`); where rows hold no whole bytes, y is kept.
 """
 
 from __future__ import annotations
@@ -102,6 +102,45 @@ def activated(z, RELU: tl.constexpr):
 
 
 @triton.jit
+def bits_at(
+    chunk, group, block, N, C, L, m, BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr
+):  # fmt: skip
+    """Offsets of the bytes that hold a tile's bits, and which there are: [BR, BC/8], or [BR/8, BC] of contiguous x.
+
+    They lie as an x of so many fewer channels, or positions. A division would be exact; cdiv hides from the compiler
+    how rows of bytes are aligned, or it would give neighbours to one thread and move them from and to the threads that
+    hold their values through shared memory. So each thread has the bytes of its own values.
+    """
+    if CHANNELS_LAST:
+        C = tl.cdiv(C, 8)
+        channel = block * (BC // 8) + tl.arange(0, BC // 8)
+        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, True)
+    else:
+        channel = block * BC + tl.arange(0, BC)
+        offset, valid = tile_at(chunk, group, channel, N, C, tl.cdiv(L, 8), m, BR // 8, False)
+    return offset, valid[:, None] & (channel < C)[None, :]
+
+
+@triton.jit
+def store_output(
+    z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m,
+    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr, RELU: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """A tile of y, and its bits if asked for: those of the values as rounded, which may be 0 where z is not."""
+    y = activated(z, RELU).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offset, y, mask=mask)
+    if BITS:
+        bit = tl.where(y.to(tl.float32) <= 0.0, 0, 1)
+        worth = 1 << tl.arange(0, 8)
+        if CHANNELS_LAST:
+            byte = tl.sum(tl.reshape(bit, [BR, BC // 8, 8]) * worth[None, None, :], 2)
+        else:
+            byte = tl.sum(tl.reshape(bit, [BR // 8, 8, BC]) * worth[None, :, None], 1)
+        at, inside = bits_at(chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST)
+        tl.store(bits_ptr + at, byte.to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def settle(
     total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
@@ -124,11 +163,12 @@ def settle(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
     if CHANNELS_LAST:
@@ -136,7 +176,8 @@ def forward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
+    block = tl.program_id(0) // G
+    channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     count = tl.zeros([BR], tl.float32)
     means = tl.zeros([BR, BC], tl.float32)
@@ -159,7 +200,9 @@ def forward_kernel(
         z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+        store_output(
+            z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -219,12 +262,12 @@ def filter_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def apply_kernel(
-    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, third: y."""
+    """Streamed, third: y, and its bits if asked for."""
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -245,4 +288,6 @@ def apply_kernel(
         z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+        store_output(
+            z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
+        )  # fmt: skip

@@ -30,6 +30,7 @@ def forward(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
+    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `aten.forward`."""
     shape = shape_of(x, statistics_batch_size)
@@ -46,6 +47,7 @@ def forward(
         "BIAS": bias is not None,
         "RELU": relu,
         "RESIDUAL": residual is not None,
+        "BITS": bits is not None,
     }
     prior = prior_mean is not None
     affine = row_step(weight, C), row_step(bias, C)
@@ -53,7 +55,7 @@ def forward(
     blocks = triton.cdiv(C, how.BC)
     if how.splits == 0:
         norm.forward_kernel[(G * blocks,)](
-            x, y, residual, weight, bias, prior_mean, prior_var, gain, *moments,
+            x, y, bits, residual, weight, bias, prior_mean, prior_var, gain, *moments,
             N, G, C, L, m, how.chunks, *affine, *predicted, eps, PRIOR=prior, **last, **tile,
         )  # fmt: skip
         return y, *moments  # type: ignore[return-value]
@@ -68,7 +70,7 @@ def forward(
         G, C, how.splits, *predicted, BS=power(how.splits), BC=how.merge_channels, PRIOR=prior,
     )  # fmt: skip
     norm.apply_kernel[grid](
-        x, y, residual, weight, bias, *moments[:2], N, C, L, m, *share, *affine, eps, **last, **tile
+        x, y, bits, residual, weight, bias, *moments[:2], N, C, L, m, *share, *affine, eps, **last, **tile
     )
     return y, *moments  # type: ignore[return-value]
 
@@ -104,7 +106,7 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     moments: Sequence[Tensor],
-    y: Tensor | None,
+    gate: Tensor | None,
     statistics_batch_size: int,
     eps: float,
     relu: bool = False,
@@ -119,13 +121,14 @@ def backward(
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
     dx = torch.empty_like(x)
-    d_residual = None if y is None else torch.empty_like(x)
+    d_residual = None if gate is None else torch.empty_like(x)
     none: tuple[Sequence[int] | None, torch.dtype] = (None, torch.float32)
     to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
     to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
     rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": channels_last, "num_warps": 4}
-    last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu, "RESIDUAL": y is not None}
+    last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and gate is None}
+    first = {"GATE": gate is not None, "BITS": gate is not None and gate.dtype == torch.uint8}
     settled = {
         "PRIOR": prior_mean is not None,
         "TO_BIAS": bias_rows > 0,
@@ -138,8 +141,8 @@ def backward(
     blocks = triton.cdiv(C, how.BC)
     if how.splits == 0:
         gradient.backward_kernel[(G * blocks,)](
-            grad_y, x, y, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
-            N, G, C, L, m, how.chunks, weight_row, bias_row, *predicted, eps, **last, **settled, **tile,
+            grad_y, x, gate, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
+            N, G, C, L, m, how.chunks, weight_row, bias_row, *predicted, eps, **first, **last, **settled, **tile,
         )  # fmt: skip
     else:
         partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
@@ -147,8 +150,8 @@ def backward(
         grid = (blocks * how.splits * G,)
         share = how.splits, how.chunks, how.per_split
         gradient.backward_reduce_kernel[grid](
-            grad_y, x, y, d_residual, partial, weight, bias, *moments[:2],
-            N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
+            grad_y, x, gate, d_residual, partial, weight, bias, *moments[:2],
+            N, G, C, L, m, *share, weight_row, bias_row, eps, **first, **last, **tile,
         )  # fmt: skip
         gradient.backward_filter_kernel[G, triton.cdiv(C, how.merge_channels)](
             partial, weight, prior_mean, prior_var, gain, *at, line,
@@ -157,8 +160,7 @@ def backward(
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
             grad_y if d_residual is None else d_residual, x, dx, weight, bias, *moments[:3], line,
-            N, G, C, L, m, *share, weight_row, bias_row, eps,
-            WEIGHT=weight is not None, BIAS=bias is not None, RELU=relu and d_residual is None, **tile,
+            N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
         )  # fmt: skip
     fold(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = (room.result for room in rooms)
