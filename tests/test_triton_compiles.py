@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -46,7 +48,8 @@ def compiled(monkeypatch):
 
 
 CASES = {
-    "on chip, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), False),
+    "held, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), True),
+    "on chip, channels_last": ((6, 64, 4, 4), True, (16, 32, 0), False),
     "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
     "on chip": ((6, 8, 14, 14), False, (256, 8, 0), True),
     "streamed, one channel": ((6, 1, 5, 1), False, (4, 1, 3), False),
@@ -55,7 +58,7 @@ CASES = {
 
 @pytest.mark.parametrize(("shape", "last", "launch", "residual"), CASES.values(), ids=CASES.keys())
 def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
-    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _: triton_launch.launch_of(shape, *launch))
+    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _, **how: triton_launch.launch_of(shape, *launch))
     C = shape[1]
     x = torch.zeros(shape, dtype=torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
@@ -67,19 +70,22 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     gate = (None, y if bits is None else bits) if residual else (bias, None)
     triton_op.backward(x, at, x, *filtered, weight, gate[0], moments, gate[1], 2, 1e-5, True, 1)
     streamed = {"reduce_kernel", "filter_kernel", "apply_kernel"}
-    expected = (
-        streamed | {f"backward_{name}" for name in streamed} if launch[2] else {"forward_kernel", "backward_kernel"}
-    )
+    expected = {"forward_kernel", "backward_kernel"}
+    if launch[0] == 32:
+        expected = {f"held_{name}" for name in expected}
+        assert "ld.global.v" in compiled["held_forward_kernel"]
+    elif launch[2]:
+        expected = streamed | {f"backward_{name}" for name in streamed}
+    else:  # 196 positions are no multiple of 16, but of 4
+        assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
     assert compiled.keys() == expected | {"fold_kernel"}
-    if not launch[2]:  # 196 positions are no multiple of 16, but of 4
-        assert "ld.global.v" in compiled["forward_kernel"]
 
 
 @pytest.mark.parametrize("launch", [(64, 64, 0), (128, 32, 2)], ids=["on chip", "streamed"])
 @pytest.mark.parametrize("last", [True, False], ids=["NHWC", "NCHW"])
 def test_bits_cost_no_barrier(last, launch, compiled, monkeypatch):
     """In half precision each thread packs and unpacks the bits of its own values: no more barriers than without."""
-    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _: triton_launch.launch_of(shape, *launch))
+    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _, **how: triton_launch.launch_of(shape, *launch))
     x = torch.zeros((6, 64, 16, 16), dtype=torch.bfloat16)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     nothing = [None] * 5

@@ -12,7 +12,8 @@ import torch
 from poisoned import DEVICE, poison
 
 from kalmannorm import op as registered
-from kalmannorm.kernels import bits, reference, triton_launch, triton_op
+from kalmannorm.kernels import bits, reference, triton_op
+from kalmannorm.kernels.triton_launch import Shape, launch_for, launch_of
 from test_op import TOLERANCE, channels_last, relative_error
 
 pytestmark = [  # of Triton's interpreter
@@ -73,6 +74,8 @@ CASES = {
     "streamed, one program per group": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 4, 1)),
     "streamed, one group, no prior": Case((3, 5, 5, 5), 3, prior=0, launch=(16, 8, 4), last=False),
     "streamed, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(64, 4, 3)),
+    "held, NCHW": Case((3, 8, 4, 4), 1, residual=True, relu=True, last=False),
+    "held, a ragged group of more positions than a warp has threads": Case((5, 24, 7, 7), 2, residual=True, relu=True),
     "on chip, many chunks": Case((3, 5, 6, 6), 2, relu=True, launch=(16, 4, 0)),
     "on chip, many chunks, NCHW": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 2, 0), last=False),
     "on chip, a tile wider than all channels": Case((4, 3, 4, 4), 2, launch=(8, 16, 0)),
@@ -99,7 +102,7 @@ def _on_the_kernels(monkeypatch):
 
 def force(monkeypatch, case):
     if case.launch is not None:
-        monkeypatch.setattr(triton_op, "launch_for", lambda shape, _: triton_launch.launch_of(shape, *case.launch))
+        monkeypatch.setattr(triton_op, "launch_for", lambda shape, *_, **__: launch_of(shape, *case.launch))
 
 
 def tensors(case):
@@ -258,7 +261,7 @@ def test_a_residual_gets_exactly_what_came_through_the_relu(launch, last, shape,
 
 def test_many_groups_of_few_channels():
     """More groups than programs fit on any but the first axis of a grid, if they were laid there."""
-    blocks = triton_launch.launch_for(triton_launch.Shape(200_000, 1, 1, 2, True), 132)
+    blocks = launch_for(Shape(200_000, 1, 1, 2, True), 132)
     assert blocks.chunks >= 1
     if DEVICE == "cuda":
         x = torch.randn(200_000, 1, device=DEVICE)

@@ -97,7 +97,7 @@ def backward_kernel(
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
@@ -119,7 +119,7 @@ def backward_kernel(
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
-    for chunk in range(chunks):
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def backward_kernel(
         # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
         # above, another may read below.
         tl.debug_barrier()
-    for chunk in range(chunks):
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -158,7 +158,7 @@ def backward_kernel(
 def backward_reduce_kernel(
     g_ptr, x_ptr, gate_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
@@ -177,7 +177,7 @@ def backward_reduce_kernel(
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     start = split * chunks_per_split
-    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -231,7 +231,7 @@ def backward_filter_kernel(
 def backward_apply_kernel(
     g_ptr, x_ptr, dx_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: dx. Behind a gate, g is what came through it."""
@@ -251,7 +251,7 @@ def backward_apply_kernel(
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split
-    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from kalmannorm.groups import group_count, group_size
 
+HELD = 512
+"""Positions of a group that one program always holds in registers."""
+LONGEST = 2048
+"""Positions of a group that one program goes through twice, in channels_last; more are shared by several."""
 ON_CHIP = 32768
-"""Values of a slab that one program may read twice: 64 KiB in half precision."""
+"""Values of a slab that one program may read twice, in contiguous x: 64 KiB in half precision."""
 MOST_SPLITS = 256
 """Shares of a group, which one program merges."""
 
@@ -33,6 +37,11 @@ class Shape(NamedTuple):
         return group_count(self.N, self.m)
 
     @property
+    def slab(self) -> int:
+        """Positions of a group."""
+        return self.m * self.L
+
+    @property
     def vector(self) -> int:
         """Up to 16 neighbours, a power of two, that every row holds a whole number of times."""
         inner = self.C if self.channels_last else self.L
@@ -46,6 +55,13 @@ class Launch(NamedTuple):
     BC: int
     splits: int
     chunks: int
+    warps: int = 4
+    stages: int = 3
+
+    @property
+    def held(self) -> bool:
+        """Whether a group is one tile of one program."""
+        return self.splits == 0 and self.chunks == 1
 
     @property
     def per_split(self) -> int:
@@ -72,40 +88,75 @@ def power(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_for(shape: Shape, processors: int) -> Launch:
-    slab = shape.m * shape.L
+def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: bool = False) -> Launch:
+    """`wide` is float32, of whose tiles half as much goes into shared memory."""
     if shape.channels_last:
-        for BC in (64, 32, 16, 8):  # the widest that leaves work for every processor, of slabs that the cache holds
-            if power(shape.C) >= BC and _programs(shape, BC) >= 0.9 * processors and slab * BC <= ON_CHIP:
-                return launch_of(shape, min(4096 // BC, power(slab)), BC, 0)
-        BC = min(power(shape.C), 32)
-        return _streamed(shape, min(4096 // BC, power(slab)), BC, processors, 4)
+        found = (_backward_last if backward else _forward_last)(shape, processors)
+        if found is None:
+            BC = min(power(shape.C), 32)
+            return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, 4, warps=8)
+        return launch_of(shape, found.BR // 2, *found[1:3], found.warps) if wide and not found.held else found
     BR = min(power(shape.L), 1024)
     BC = widest = min(max(2048 // BR, 1), power(shape.C), 16)
     while BC > 1 and _programs(shape, BC) < 1.8 * processors:
         BC //= 2
     programs = _programs(shape, BC)
-    if programs >= 8 * processors or (programs >= 0.9 * processors and slab * BC <= ON_CHIP):
+    if programs >= 8 * processors or (programs >= 0.9 * processors and shape.slab * BC <= ON_CHIP):
         return launch_of(shape, BR, BC, 0)
     return _streamed(shape, BR, widest, processors, 8)
+
+
+def _forward_last(shape: Shape, processors: int) -> Launch | None:
+    rows = power(shape.slab)
+    if rows <= HELD:
+        return _held(shape, min(max(8192 // rows, 16), 64), 64)
+    if rows <= LONGEST:
+        if _programs(shape, 32) >= 0.9 * processors:
+            return launch_of(shape, 128, min(power(shape.C), 32), 0)
+        if _programs(shape, 16) >= 0.45 * processors:
+            return _held(shape, 16, 64)
+    return None
+
+
+def _backward_last(shape: Shape, processors: int) -> Launch | None:
+    rows, widest = power(shape.slab), power(shape.C)
+    many, some = (_programs(shape, BC) >= 0.9 * processors for BC in (64, 32))
+    if rows <= 128:
+        return _held(shape, 32, 32)
+    if rows <= HELD:
+        return launch_of(shape, 64, 64, 0) if many and widest >= 64 else _held(shape, 32, 64)
+    if rows <= LONGEST:
+        if many and widest >= 64:
+            return launch_of(shape, 128, 64, 0, 8)
+        if some:
+            return launch_of(shape, 128, min(widest, 32), 0)
+        if _programs(shape, 16) >= 0.45 * processors:
+            return _held(shape, 16, 64) if rows <= 1024 else launch_of(shape, 256, min(widest, 16), 0)
+    return None
+
+
+def _held(shape: Shape, BC: int, each: int) -> Launch:
+    """A tile of BC channels, and threads that hold so many of its values each."""
+    BC, rows = min(power(shape.C), BC), power(shape.slab)
+    return launch_of(shape, rows, BC, 0, min(max(rows * BC // (32 * each), 1), 16))
 
 
 def _programs(shape: Shape, BC: int) -> int:
     return shape.groups * -(-shape.C // BC)
 
 
-def _streamed(shape: Shape, BR: int, BC: int, processors: int, each: int) -> Launch:
-    """So many programs for each processor, where they have four chunks to do; at least two."""
+def _streamed(shape: Shape, BR: int, BC: int, processors: int, each: int, warps: int = 4) -> Launch:
+    """So many programs for each processor, where they have some chunks to do; at least two."""
     programs = _programs(shape, BC)
     chunks = launch_of(shape, BR, BC, 0).chunks
-    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // 4))
-    return launch_of(shape, BR, BC, min(splits, MOST_SPLITS))
+    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // warps))
+    return launch_of(shape, BR, BC, min(splits, MOST_SPLITS), warps)
 
 
-def launch_of(shape: Shape, BR: int, BC: int, splits: int) -> Launch:
-    per_example = shape.m * shape.L if shape.channels_last else shape.L
+def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4) -> Launch:
+    per_example = shape.slab if shape.channels_last else shape.L
     chunks = -(-per_example // BR) * (1 if shape.channels_last else shape.m)
-    return Launch(BR, BC, min(splits, chunks) if chunks > 2 else 0, chunks)
+    return Launch(BR, BC, min(splits, chunks) if chunks > 2 else 0, chunks, warps)
 
 
 def processors_of(x: Tensor) -> int:

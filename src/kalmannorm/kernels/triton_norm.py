@@ -8,6 +8,9 @@ Sizes are divided and multiplied by V, which divides them, so that the compiler 
 
     streamed    reduce -> filter -> apply      many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
+    held        the same where a group's tile stays in registers: `triton_held.py`
+
+Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy.
 
 With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
 before the ReLU, the forward leaves one bit of each value of y (`bits.py`); where rows hold no whole bytes, y is kept.
@@ -166,7 +169,7 @@ def forward_kernel(
     x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +185,7 @@ def forward_kernel(
     count = tl.zeros([BR], tl.float32)
     means = tl.zeros([BR, BC], tl.float32)
     squares = tl.zeros([BR, BC], tl.float32)
-    for chunk in range(chunks):
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
         count, means, squares = welford(x, valid, count, means, squares)
@@ -193,7 +196,7 @@ def forward_kernel(
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    for chunk in range(chunks):
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -208,7 +211,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks, chunks_per_split,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
     if CHANNELS_LAST:
@@ -222,7 +225,7 @@ def reduce_kernel(
     means = tl.zeros([BR, BC], tl.float32)
     squares = tl.zeros([BR, BC], tl.float32)
     start = split * chunks_per_split
-    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
         count, means, squares = welford(x, valid, count, means, squares)
@@ -264,7 +267,7 @@ def filter_kernel(
 def apply_kernel(
     x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: y, and its bits if asked for."""
@@ -281,7 +284,7 @@ def apply_kernel(
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split
-    for chunk in range(start, tl.minimum(start + chunks_per_split, chunks)):
+    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from kalmannorm.kernels import triton_gradient as gradient
+from kalmannorm.kernels import triton_held as held
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_launch import Shape, launch_for, power, processors_of, shape_of
+from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, power, processors_of, shape_of
 
 
 def forward(
@@ -34,14 +35,14 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `aten.forward`."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x))
-    N, C, L, m, channels_last = shape
+    how = launch_for(shape, processors_of(x), wide=x.dtype == torch.float32)
+    N, C, L, m, _ = shape
     G = shape.groups
     prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
     y = torch.empty_like(x)
     # One by one, because what an op returns may not share memory.
     moments = [torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(4)]
-    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": channels_last, "num_warps": 4}
+    tile = tile_of(shape, how)
     last = {
         "WEIGHT": weight is not None,
         "BIAS": bias is not None,
@@ -54,15 +55,15 @@ def forward(
     predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
     blocks = triton.cdiv(C, how.BC)
     if how.splits == 0:
-        norm.forward_kernel[(G * blocks,)](
+        launch, loop = (held.held_forward_kernel, ()) if how.held else (norm.forward_kernel, (how.chunks,))
+        launch[(G * blocks,)](
             x, y, bits, residual, weight, bias, prior_mean, prior_var, gain, *moments,
-            N, G, C, L, m, how.chunks, *affine, *predicted, eps, PRIOR=prior, **last, **tile,
+            N, G, C, L, m, *loop, *affine, *predicted, eps, PRIOR=prior, **last, **tile,
         )  # fmt: skip
         return y, *moments  # type: ignore[return-value]
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     grid = (blocks * how.splits * G,)
-    tile["num_warps"] = 8 if channels_last else 4
     share = how.splits, how.chunks, how.per_split
     norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
     norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
@@ -78,16 +79,15 @@ def forward(
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     """As `aten.observe`: the first two of the streamed launches."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x))
+    how = launch_for(shape, processors_of(x), wide=x.dtype == torch.float32)
     how = how._replace(splits=max(how.splits, 1))
-    N, C, L, m, channels_last = shape
+    N, C, L, m, _ = shape
     G = shape.groups
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
-        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split,
-        BR=how.BR, BC=how.BC, V=shape.vector, CHANNELS_LAST=channels_last, num_warps=8 if channels_last else 4,
+        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split, **tile_of(shape, how)
     )  # fmt: skip
     norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
         partial, count, None, None, None, mean, var, mean, var,
@@ -114,8 +114,8 @@ def backward(
 ) -> list[Tensor]:
     """As `aten.backward`."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x))
-    N, C, L, m, channels_last = shape
+    how = launch_for(shape, processors_of(x), backward=True, wide=x.dtype == torch.float32)
+    N, C, L, m, _ = shape
     G = shape.groups
     prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
@@ -126,7 +126,7 @@ def backward(
     to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
     to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
     rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
-    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": channels_last, "num_warps": 4}
+    tile = tile_of(shape, how)
     last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and gate is None}
     first = {"GATE": gate is not None, "BITS": gate is not None and gate.dtype == torch.uint8}
     settled = {
@@ -140,9 +140,10 @@ def backward(
     predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
     blocks = triton.cdiv(C, how.BC)
     if how.splits == 0:
-        gradient.backward_kernel[(G * blocks,)](
+        launch, loop = (held.held_backward_kernel, ()) if how.held else (gradient.backward_kernel, (how.chunks,))
+        launch[(G * blocks,)](
             grad_y, x, gate, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
-            N, G, C, L, m, how.chunks, weight_row, bias_row, *predicted, eps, **first, **last, **settled, **tile,
+            N, G, C, L, m, *loop, weight_row, bias_row, *predicted, eps, **first, **last, **settled, **tile,
         )  # fmt: skip
     else:
         partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
@@ -169,6 +170,11 @@ def backward(
         d_gain = rooms[-1].rows.sum().view(gain.shape).to(gain.dtype)
     results = dx, d_residual, d_prior_mean, d_prior_var, d_gain, d_weight, d_bias
     return [t for t in results if t is not None]
+
+
+def tile_of(shape: Shape, how: Launch) -> dict[str, Any]:
+    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
+    return tile if how.held else tile | {"STAGES": how.stages}
 
 
 class Room(NamedTuple):

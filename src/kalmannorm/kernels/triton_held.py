@@ -1,0 +1,107 @@
+"""The op where all values of a group, in a block of channels, stay in the registers of one program: read once.
+
+One tile of BR positions holds a whole group. Arguments are those of `forward_kernel` and `backward_kernel`, which go
+through a group chunk by chunk; mean and deviations are exact two-pass sums here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kalmannorm.kernels import triton_gradient as gradient
+from kalmannorm.kernels import triton_norm as norm
+from kalmannorm.kernels.triton_gradient import shut_at
+from kalmannorm.kernels.triton_norm import VARYING, load_row, store_output, tile_at
+
+settle = norm.settle
+settle_gradient = gradient.settle
+
+
+@triton.jit(do_not_specialize=VARYING)
+def held_forward_kernel(
+    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
+    group, block = tl.program_id(0) % G, tl.program_id(0) // G
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    mask = valid[:, None] & in_c[None, :]
+    held = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
+    total = (tl.minimum(N - group * m, m) * L).to(tl.float32)
+    mean = tl.sum(held.to(tl.float32), 0) / total
+    away = tl.where(mask, held.to(tl.float32) - mean[None, :], 0.0)
+    mean, var = settle(
+        total, mean, tl.sum(away * away, 0), group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
+    )  # fmt: skip
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    z = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :]
+    if RESIDUAL:
+        z += residual.to(tl.float32)
+    store_output(
+        z, y_ptr, bits_ptr, offset, mask, 0, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def held_backward_kernel(
+    g_ptr, x_ptr, gate_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
+    RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
+    group, block = tl.program_id(0) % G, tl.program_id(0) // G
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    mask = valid[:, None] & in_c[None, :]
+    held = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    g = tl.load(g_ptr + offset, mask=mask, other=0.0)
+    if GATE:
+        shut = shut_at(gate_ptr, offset, mask, 0, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    if RELU:
+        shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :] <= 0.0
+    if RELU or GATE:
+        g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # the same values, or zero
+    if GATE:
+        tl.store(d_residual_ptr + offset, g, mask=mask)
+    slope, constant = settle_gradient(
+        tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - mean[None, :]), 0),
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    x = held.to(tl.float32)
+    dx = scale[None, :] * g.to(tl.float32) + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
+    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
