@@ -97,14 +97,13 @@ class TrackedNorm(_NormBase):
             )
 
     def _launch(self, rows: Tensor) -> Callable[..., None] | None:
-        """What moves the buffers in one launch, where the device can and nobody accumulates."""
+        """What moves the buffers in one launch, where the device can, nobody accumulates and nobody looks on."""
         fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
             rows.dtype,
             rows.device,
         )
-        # Who put another `_track` into this norm, as `recalibrate` does, wants what it sees, and not that it moves.
-        watched = self._pending is not None or "_track" in vars(self)
-        return tracking_for(rows) if fits and not watched and not transformed() else None
+        own = self._pending is None and "_track" not in vars(self)  # `recalibrate` puts another in its place
+        return tracking_for(rows) if fits and own and not transformed() else None
 
     def _averages(self) -> Kind:
         """What `_pool` and `_moved` do, in a word."""

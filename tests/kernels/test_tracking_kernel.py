@@ -9,7 +9,15 @@ import pytest
 import torch
 from poisoned import DEVICE, poison
 
-from kalmannorm import BatchKalmanNorm1d, BatchRenorm1d, GhostBatchNorm1d, Moments, accumulate_statistics, tracking
+from kalmannorm import (
+    BatchKalmanNorm1d,
+    BatchRenorm1d,
+    GhostBatchNorm1d,
+    Moments,
+    accumulate_statistics,
+    recalibrate,
+    tracking,
+)
 from kalmannorm.kernels import triton_tracking
 
 pytestmark = [  # of Triton's interpreter
@@ -137,6 +145,16 @@ def test_who_accumulates_is_left_alone(launches):
         with accumulate_statistics(layer):
             forward(layer, x)
     assert not launches
+    assert_alike(norm, twin)
+
+
+def test_recalibration_sees_what_norms_see(launches):
+    norm, twin = pair(GhostBatchNorm1d, 5, 2)
+    data = [torch.randn(4, 5, 3, device=DEVICE) for _ in range(3)]
+    for layer in (norm, twin):
+        recalibrate(layer, data, progress=False)
+    assert not launches
+    assert norm.values_tracked == 3 * 12 and norm.num_batches_tracked == 0
     assert_alike(norm, twin)
 
 
