@@ -10,9 +10,8 @@ forward did; posteriors that enter it are kept with the segment, for the recompu
 
 from __future__ import annotations
 
-import threading
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,47 +19,10 @@ from torch import Tensor, nn
 
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context
+from kalmannorm.graph.scopes import Scope, State, kept_by
 from kalmannorm.graph.segment import Segment, recompute_id, segments
 from kalmannorm.graph.together import Results, Together
 from kalmannorm.moments import Moments, closed
-
-Memo = dict[int | None, dict[int, Any]]
-"""Results of the program's steps, for each device."""
-
-
-@dataclass
-class Scope:
-    """Of one stretch of code that is run, and perhaps recomputed, as a whole."""
-
-    memo: Memo = field(default_factory=dict)
-    posteriors: dict[int, Moments] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
-    inner: dict[int, Scope] = field(default_factory=dict)  # of segments inside, in their first forward
-
-
-@dataclass
-class Kept:
-    """What a segment keeps for its recomputation; held by torch's own object, so that it lives exactly as long."""
-
-    entering: dict[int, Moments] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)
-    recomputation: tuple[int, Scope] | None = None
-
-
-class _State(threading.local):
-    """One per thread, so that two threads may run one model."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.whole = False
-        self.part: nn.Module | None = None  # what runs: the model, or a part of it that was called by itself
-        self.home: Any = None  # the segment that the forward began in
-        self.memo: Memo | None = None
-        self.traced: Memo | None = None  # the same while compiling, where it may not outlast the graph
-        self.posteriors: dict[int, Moments] = {}
-        self.counts: dict[int, int] = {}
-        self.pending: dict[int, set[int]] = {}
-        self.inner: dict[int, Scope] = {}
 
 
 class Relay:
@@ -81,7 +43,7 @@ class Relay:
             for sibling in self.earlier.get(source, ()):
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
-        self.state = _State()
+        self.state = State()
         self.together: dict[nn.Module | None, Together] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,7 +51,7 @@ class Relay:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.state = _State()
+        self.state = State()
         self.together = {}
 
     def enter(self, whole: bool, part: nn.Module) -> None:
@@ -117,7 +79,7 @@ class Relay:
             state.inner.clear()
 
     @staticmethod
-    def _clear(state: _State) -> None:
+    def _clear(state: State) -> None:
         state.posteriors.clear()
         state.counts.clear()
         state.pending.clear()
@@ -138,7 +100,7 @@ class Relay:
         inner = self.state.inner
         for segment in reversed(running):
             if segment.recomputed:
-                kept = _kept(segment)
+                kept = kept_by(segment)
                 if kept.recomputation is None or kept.recomputation[0] != recompute_id():
                     kept.recomputation = (recompute_id(), Scope())
                 scope = kept.recomputation[1]
@@ -166,7 +128,7 @@ class Relay:
         counts[first] = count + 1
         if not running:
             return count
-        kept = _kept(running[0])
+        kept = kept_by(running[0])
         if running[0].recomputed:
             return kept.counts.get(first, 0) + count
         total = self._count(first, running[1:], scopes[1:])
@@ -240,7 +202,7 @@ class Relay:
                 return posteriors[candidate]
         if not running:
             return None
-        kept = _kept(running[0])
+        kept = kept_by(running[0])
         if running[0].recomputed:
             return kept.entering.get(source)
         posterior = self._arrived(source, running[1:], scopes[1:])
@@ -285,14 +247,6 @@ class Relay:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _kept(segment: Segment) -> Kept:
-    kept: Kept | None = getattr(segment.key, "_kalmannorm_kept", None)
-    if kept is None:
-        kept = Kept()
-        segment.key._kalmannorm_kept = kept
-    return kept
 
 
 @dataclass

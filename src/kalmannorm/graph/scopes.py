@@ -1,0 +1,58 @@
+"""What a relay remembers: for each thread, and for each stretch of code that may be recomputed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from kalmannorm.graph.segment import Segment
+from kalmannorm.moments import Moments
+
+Memo = dict[int | None, dict[int, Any]]
+"""Results of the program's steps, for each device."""
+
+
+@dataclass
+class Scope:
+    """Of one stretch of code that is run, and perhaps recomputed, as a whole."""
+
+    memo: Memo = field(default_factory=dict)
+    posteriors: dict[int, Moments] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    inner: dict[int, Scope] = field(default_factory=dict)  # of segments inside, in their first forward
+
+
+@dataclass
+class Kept:
+    """What a segment keeps for its recomputation; held by torch's own object, so that it lives exactly as long."""
+
+    entering: dict[int, Moments] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    recomputation: tuple[int, Scope] | None = None
+
+
+class State(threading.local):
+    """One per thread, so that two threads may run one model."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.whole = False
+        self.part: nn.Module | None = None  # what runs: the model, or a part of it that was called by itself
+        self.home: Any = None  # the segment that the forward began in
+        self.memo: Memo | None = None
+        self.traced: Memo | None = None  # the same while compiling, where it may not outlast the graph
+        self.posteriors: dict[int, Moments] = {}
+        self.counts: dict[int, int] = {}
+        self.pending: dict[int, set[int]] = {}
+        self.inner: dict[int, Scope] = {}
+
+
+def kept_by(segment: Segment) -> Kept:
+    kept: Kept | None = getattr(segment.key, "_kalmannorm_kept", None)
+    if kept is None:
+        kept = Kept()
+        segment.key._kalmannorm_kept = kept
+    return kept
