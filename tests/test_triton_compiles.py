@@ -14,8 +14,15 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from kalmannorm import Moments  # noqa: E402
-from kalmannorm.kernels import triton_launch, triton_op, triton_predict, triton_tracking  # noqa: E402
+from kalmannorm.kernels import (  # noqa: E402
+    triton_launch,
+    triton_op,
+    triton_predict,
+    triton_tracking,
+    triton_tracking_together,
+)
 from kalmannorm.kernels.bits import whole_bytes  # noqa: E402
+from kalmannorm.kernels.move import Move  # noqa: E402
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
 
@@ -97,20 +104,32 @@ def test_bits_cost_no_barrier(last, launch, compiled, monkeypatch):
     assert barriers[0] == barriers[1]
 
 
-@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
-@pytest.mark.parametrize("kind", ["total", "plain", "sigma"])
-def test_tracking(kind, groups, compiled):
+def move(kind, groups, observes):
     C = 200
     rows, buffers = Moments(*torch.ones(2, groups, C)), tuple(torch.ones(2, C))
     counts = tuple(torch.zeros(3, dtype=torch.int64))
-    seen = (None, None) if kind == "sigma" else (rows, buffers)
-    triton_tracking.track(
+    seen = (rows, buffers) if observes else (None, None)
+    return Move(
         rows, seen[0], buffers, seen[1], counts, torch.zeros((), dtype=torch.int32),
         examples=2 * groups, size=2, values=18 * groups, momentum=None if kind == "plain" else 0.1,
         observation_momentum=0.02, eps=1e-5, kind=kind,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
+@pytest.mark.parametrize("kind", ["total", "plain", "sigma"])
+def test_tracking(kind, groups, compiled):
+    triton_tracking.track(move(kind, groups, observes=kind != "sigma"))
     alone = groups == 3
     assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
+
+
+@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
+@pytest.mark.parametrize("kind", ["total", "plain"])
+def test_tracking_together(kind, groups, compiled):
+    triton_tracking_together.track_together([move(kind, groups, observes=kind == "total") for _ in range(3)], {})
+    assert compiled.keys() == {"track_together_kernel"}
+    assert "atom.global.gpu.acq_rel" in compiled["track_together_kernel"]
 
 
 @pytest.mark.parametrize("groups", [1, 16, 70], ids=["one group", "one tile", "several"])

@@ -18,7 +18,7 @@ from kalmannorm.functional import normalize, observe
 from kalmannorm.grouped import GroupedNorm, Inference
 from kalmannorm.groups import group_size
 from kalmannorm.kernels import plain
-from kalmannorm.kernels.dispatch import Kind
+from kalmannorm.kernels.move import Kind
 from kalmannorm.moments import Moments
 from kalmannorm.statistics import Groups
 

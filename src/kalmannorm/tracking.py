@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm.checkpoints import fill_from_batchnorm
 from kalmannorm.functional import transformed
-from kalmannorm.kernels.dispatch import Kind, on_device_of, tracking_for
+from kalmannorm.kernels.dispatch import on_device_of, tracking_for
+from kalmannorm.kernels.move import Kind, Move
 from kalmannorm.moments import Moments
 from kalmannorm.statistics import Groups, Pending, groups_of, hastened, moved, values_seen
 
@@ -37,6 +39,8 @@ class TrackedNorm(_NormBase):
     observed_mean: Tensor | None
     observed_var: Tensor | None
     _warned: bool
+    wire: Any = None
+    """Set by `convert`, where the norm shall get its prior: its end of the model's relay."""
     _pending: Pending | None = None
     """Where forwards leave what they saw, while `accumulate_statistics` keeps the buffers still."""
     _arrived: Tensor | None = None
@@ -71,33 +75,42 @@ class TrackedNorm(_NormBase):
     def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
         """Move every buffer by what a forward saw in groups of `size` examples of x."""
         examples, values = x.shape[0], x.numel() // x.shape[1]
-        track = self._launch(posterior.mean)
-        if track is None:
+        kernels = self._launch(posterior.mean)
+        if kernels is None:
             self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
             return
+        move = self._move_by(posterior, observation, examples, size, values)
+        if self.wire is None or not self.wire.postpone(move, kernels):
+            with on_device_of(posterior.mean):
+                kernels.track(move)
+
+    def _move_by(self, posterior: Moments, observation: Moments, examples: int, size: int, values: int) -> Move:
         assert self.running_mean is not None and self.running_var is not None
-        observes = self.observed_mean is not None and self.observed_var is not None
+        assert self.values_tracked is not None and self.num_batches_tracked is not None
+        assert self.skipped_batches is not None
+        observed = None
+        if self.observed_mean is not None and self.observed_var is not None:
+            observed = self.observed_mean, self.observed_var
         if self._arrived is None or self._arrived.device != posterior.mean.device:
             self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
-        with on_device_of(posterior.mean):
-            track(
-                posterior,
-                observation if observes else None,
-                (self.running_mean, self.running_var),
-                (self.observed_mean, self.observed_var) if observes else None,
-                (self.values_tracked, self.num_batches_tracked, self.skipped_batches),
-                self._arrived,
-                examples=examples,
-                size=size,
-                values=values,
-                momentum=self.momentum,
-                observation_momentum=self.observation_momentum,
-                eps=self.eps,
-                kind=self._averages(),
-            )
+        return Move(
+            posterior,
+            None if observed is None else observation,
+            (self.running_mean, self.running_var),
+            observed,
+            (self.values_tracked, self.num_batches_tracked, self.skipped_batches),
+            self._arrived,
+            examples=examples,
+            size=size,
+            values=values,
+            momentum=self.momentum,
+            observation_momentum=self.observation_momentum,
+            eps=self.eps,
+            kind=self._averages(),
+        )
 
-    def _launch(self, rows: Tensor) -> Callable[..., None] | None:
-        """What moves the buffers in one launch, where the device can, nobody accumulates and nobody looks on."""
+    def _launch(self, rows: Tensor) -> ModuleType | None:
+        """Kernels that move the buffers in one launch, where the device can, nobody accumulates and nobody looks on."""
         fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
             rows.dtype,
             rows.device,
@@ -158,6 +171,8 @@ class TrackedNorm(_NormBase):
         count = self.skipped_batches
         if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
             return 0
+        if self.wire is not None:  # who asks in the middle of a forward means what was seen until then
+            self.wire.settle()
         skipped = int(count)
         if skipped:
             self._warn_skipped()

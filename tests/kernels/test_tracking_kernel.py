@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,12 +48,12 @@ def launches(monkeypatch):
     """The kernel does it, on poisoned memory; how often it was called."""
     calls = []
 
-    def track(*args, **kwargs):
-        calls.append(kwargs)
-        triton_tracking.track(*args, **kwargs)
+    def track(move):
+        calls.append(move)
+        triton_tracking.track(move)
 
     poison(monkeypatch)
-    monkeypatch.setattr(tracking, "tracking_for", lambda rows: track)
+    monkeypatch.setattr(tracking, "tracking_for", lambda rows: SimpleNamespace(track=track))
     return calls
 
 

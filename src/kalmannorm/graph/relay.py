@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from kalmannorm.graph.program import Context
 from kalmannorm.graph.scopes import Scope, State, kept_by
 from kalmannorm.graph.segment import Segment, recompute_id, segments
 from kalmannorm.graph.together import Results, Together
+from kalmannorm.kernels.move import Move
 from kalmannorm.moments import Moments, closed
 
 
@@ -45,14 +47,15 @@ class Relay:
         self.warned = False
         self.state = State()
         self.together: dict[nn.Module | None, Together] = {}
+        self.tables: dict[Any, Any] = {}  # of kernels that move the statistics of many norms
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("state", "together")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("state", "together", "tables")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.state = State()
-        self.together = {}
+        self.together, self.tables = {}, {}
 
     def enter(self, whole: bool, part: nn.Module) -> None:
         """A forward begins: of the whole model, or of a part that was called by itself."""
@@ -77,6 +80,19 @@ class Relay:
         if state.depth == 0:
             state.memo, state.home, state.whole, state.part = None, None, False, None
             state.inner.clear()
+            self.settle()
+
+    def postpone(self, move: Move, kernels: ModuleType) -> bool:
+        """Leave a move of statistics to the end of the forward; False where none runs, and the norm is to make it."""
+        if self.state.depth == 0:
+            return False
+        self.state.postponed.add(move, kernels, self.tables)
+        return True
+
+    def settle(self) -> None:
+        """Make the moves that were left to the end of the forward."""
+        if not torch.compiler.is_compiling():  # where nothing is postponed
+            self.state.postponed.make(self.tables)
 
     @staticmethod
     def _clear(state: State) -> None:
@@ -270,6 +286,12 @@ class Wire:
     def previous(self, which: int, x: Tensor) -> Moments | None:
         target = self.targets[which]
         return None if target is None else self.relay.evaluate(self.calls[which], target, self.sources[which], x)
+
+    def postpone(self, move: Move, kernels: ModuleType) -> bool:
+        return self.relay.postpone(move, kernels)
+
+    def settle(self) -> None:
+        self.relay.settle()
 
     def deliver(self, which: int, posterior: Moments) -> None:
         self.relay.deliver(self.calls[which], posterior)

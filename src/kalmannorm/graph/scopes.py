@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kalmannorm.graph.postponed import Postponed
 from kalmannorm.graph.segment import Segment
 from kalmannorm.moments import Moments
 
@@ -48,6 +49,7 @@ class State(threading.local):
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}
         self.inner: dict[int, Scope] = {}
+        self.postponed = Postponed()
 
 
 def kept_by(segment: Segment) -> Kept:

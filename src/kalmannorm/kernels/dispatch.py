@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +15,6 @@ from kalmannorm.kernels import aten
 from kalmannorm.kernels.bits import whole_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Kind: TypeAlias = Literal["total", "plain", "sigma"]
-"""What running statistics average: total variances, plain variances, standard deviations."""
 
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
@@ -38,15 +34,15 @@ def keeps_bits(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in DTYPES and whole_bytes(x)
 
 
-def tracking_for(rows: Tensor) -> Callable[..., None] | None:
-    """`triton_tracking.track`, where it can read and write such rows: it is no op, so nothing that traces may watch."""
+def tracking_for(rows: Tensor) -> ModuleType | None:
+    """A module with `track` and `track_together`, where it can read such rows: no op, so no tracer may watch."""
     if torch.compiler.is_compiling() or rows.device.type != "cuda" or rows.dtype != torch.float32:
         return None
     if type(rows) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or fused(rows.device.index) is None:
         return None
-    from kalmannorm.kernels import triton_tracking
+    from kalmannorm.kernels import triton_tracking_together
 
-    return triton_tracking.track
+    return triton_tracking_together
 
 
 def predicting_for(*tensors: Tensor) -> ModuleType | None:

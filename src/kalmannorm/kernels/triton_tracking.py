@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kalmannorm.kernels.dispatch import Kind
+from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import power
-from kalmannorm.moments import Moments
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
@@ -105,8 +103,9 @@ def copy_rows(source_ptr, mean_ptr, var_ptr, C, channel):
     tl.store(var_ptr + channel, tl.load(source_ptr + C + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
 
 
-@triton.jit(do_not_specialize=["N", "G", "m", "values"])
-def track_kernel(
+@triton.jit
+def track_block(
+    block, blocks,
     mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
     running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
     values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
@@ -114,7 +113,8 @@ def track_kernel(
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    """One of the `blocks` of BC channels of a norm; each is the work of one program."""
+    channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
     # All that can be loaded is asked for first: waiting is what takes the time here.
     seen = tl.load(values_ptr)
@@ -172,7 +172,7 @@ def track_kernel(
             tl.store(scratch_ptr + 3 * C + channel, observed_var, mask=in_c)
         tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
         arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
-        if arrived % BAD == tl.num_programs(0):
+        if arrived % BAD == blocks:
             tl.store(arrived_ptr, 0)
             if arrived < BAD:
                 tl.store(values_ptr, total)
@@ -186,41 +186,42 @@ def track_kernel(
                 tl.store(skipped_ptr, skipped + 1)
 
 
-def track(
-    posterior: Moments,
-    observation: Moments | None,
-    running: tuple[Tensor, Tensor],
-    observed: tuple[Tensor, Tensor] | None,
-    counts: tuple[Tensor, Tensor, Tensor],
-    arrived: Tensor,
-    *,
-    examples: int,
-    size: int,
-    values: int,
-    momentum: float | None,
-    observation_momentum: float,
-    eps: float,
-    kind: Kind,
-) -> None:
-    """Move `running` and `observed` by groups of `size` neighbours among `examples`, with `values` values per channel.
+@triton.jit(do_not_specialize=["N", "G", "m", "values"])
+def track_kernel(
+    mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+    running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+    values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+    N, G, C, m, values, momentum, observation_momentum, eps,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
+):  # fmt: skip
+    track_block(
+        tl.program_id(0), tl.num_programs(0),
+        mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+        running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+        values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+        N, G, C, m, values, momentum, observation_momentum, eps,
+        BG, BC, WIDE, ONE_TILE, ALONE, KIND, CUMULATIVE, OBSERVES,
+    )  # fmt: skip
 
-    `counts` are values, batches and skipped batches so far. `arrived` is an int32 zero, which is one again afterwards;
-    no two launches may share it at the same time.
-    """
-    mean, var = posterior.mean.contiguous(), posterior.var.contiguous()
-    G, C = mean.shape
-    seen, buffers = (None, None), (*running, None, None)
-    if observation is not None and observed is not None:
-        seen, buffers = (observation.mean.contiguous(), observation.var.contiguous()), (*running, *observed)
+
+def track(move: Move) -> None:
+    """Move the buffers of one norm, in one launch."""
+    none = (None, None)
+    rows = [part.contiguous() for part in move.rows()]
+    averages = *move.running, *(move.observed or none)
+    G, C = rows[0].shape
     BG = min(power(G), 64)
     BC = power(C) if BG * power(C) <= 4096 else max(2048 // BG, 16)
     programs = triton.cdiv(C, BC)
-    scratch = None if programs == 1 else torch.empty((4, C), device=mean.device, dtype=torch.float32)
+    scratch = None if programs == 1 else torch.empty((4, C), device=rows[0].device, dtype=torch.float32)
+    cumulative = move.momentum is None
     track_kernel[(programs,)](
-        mean, var, *seen, *buffers, *counts, scratch, arrived,
-        examples, G, C, min(size, examples), values, 0.0 if momentum is None else momentum, observation_momentum, eps,
+        *rows, *(() if move.observed else none), *averages, *move.counts, scratch, move.arrived,
+        move.examples, G, C, min(move.size, move.examples), move.values,
+        0.0 if cumulative else move.momentum, move.observation_momentum, move.eps,
         BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
         num_warps=8 if BG * BC > 2048 else 4,
-        KIND=KINDS[kind].value, CUMULATIVE=momentum is None, OBSERVES=observed is not None,
+        KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
     )  # fmt: skip
-    torch.autograd.graph.increment_version([t for t in (*buffers, *counts) if t is not None])
+    torch.autograd.graph.increment_version(move.buffers())

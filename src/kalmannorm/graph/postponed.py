@@ -1,0 +1,61 @@
+"""Moves of running statistics that wait for the end of a forward, so that many norms need few launches.
+
+What waits is the rows that norms saw and the buffers that shall follow. A norm that comes again, as in a loop, finds
+its first move made; otherwise it matters to nobody in the forward, since no norm of a converted model reads its own
+statistics in training.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from kalmannorm.kernels.dispatch import on_device_of
+from kalmannorm.kernels.move import Move
+
+MOST = 32
+"""Moves that are made together: their rows, four times (G, C), are laid side by side for it."""
+
+
+class _Waiting(NamedTuple):
+    move: Move
+    stream: torch.cuda.Stream | None  # on which its rows are written
+
+
+class Postponed:
+    """Of one thread. `tables` belong to the kernels and are kept from forward to forward."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[ModuleType, torch.device], dict[int, _Waiting]] = {}
+
+    def add(self, move: Move, kernels: ModuleType, tables: dict[Any, Any]) -> None:
+        device, buffer = move.posterior.mean.device, move.running[0].data_ptr()
+        waiting = self.waiting.setdefault((kernels, device), {})
+        if buffer in waiting or len(waiting) == MOST:
+            self.make(tables)
+            waiting = self.waiting.setdefault((kernels, device), {})
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        waiting[buffer] = _Waiting(move, stream)
+
+    def make(self, tables: dict[Any, Any]) -> None:
+        """Make all moves that wait."""
+        everything, self.waiting = self.waiting, {}
+        for (kernels, _), waiting in everything.items():
+            moves = [each.move for each in waiting.values()]
+            with torch.no_grad(), on_device_of(moves[0].posterior.mean):
+                for each in waiting.values():
+                    _join(each)
+                kernels.track_together(moves, tables)
+
+
+def _join(waiting: _Waiting) -> None:
+    """Branches of a model may run on streams of their own: let this one wait, and the memory live until it has read."""
+    if waiting.stream is None:
+        return
+    here = torch.cuda.current_stream()
+    if waiting.stream != here:
+        here.wait_stream(waiting.stream)
+        for rows in waiting.move.rows():
+            rows.record_stream(here)
