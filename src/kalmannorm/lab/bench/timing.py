@@ -72,6 +72,7 @@ class Graphed:
 
     def __init__(self, call: Call, device: torch.device, sample: float, unrolled: int = 1, pool: Any = None) -> None:
         self.device, self.unrolled, self.repeats = device, unrolled, 1
+        self.call = call  # a graph reads what the call holds, and does not hold it itself
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
