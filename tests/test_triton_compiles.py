@@ -47,7 +47,8 @@ def compiled(monkeypatch):
             if isinstance(value, torch.Tensor) or (special and value % 16 == 0 and name not in constants):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, attributes)
-        kernel = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": num_warps})
+        architecture = 90 if kwargs.get("launch_pdl") else 80
+        kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
         assembly[self.__name__] = kernel.asm["ptx"]
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -86,6 +87,21 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     else:  # 196 positions are no multiple of 16, but of 4
         assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
     assert compiled.keys() == expected | {"fold_kernel"}
+
+
+def test_launches_that_overlap_wait_first(compiled, monkeypatch):
+    """On Hopper: nothing is read before the launch before is done."""
+    monkeypatch.setattr(triton_op, "turns", lambda device: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _, **how: triton_launch.launch_of(shape, 16, 32, 2))
+    x = torch.zeros((6, 64, 16, 4), dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    _, *moments = triton_op.forward(x, None, None, None, None, None, 2, 1e-5)
+    triton_op.backward(x, [None] * 4, x, *[None] * 5, moments, None, 2, 1e-5)
+    for name in ("reduce_kernel", "filter_kernel", "apply_kernel"):
+        for assembly in (compiled[name], compiled[f"backward_{name}"]):
+            first = min(
+                assembly.find(access) for access in ("ld.global", "st.global", "cp.async") if access in assembly
+            )
+            assert -1 < assembly.find("griddepcontrol.wait") < first
 
 
 @pytest.mark.parametrize("launch", [(64, 64, 0), (128, 32, 2)], ids=["on chip", "streamed"])

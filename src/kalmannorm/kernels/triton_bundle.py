@@ -17,10 +17,12 @@ from torch import Tensor
 
 from kalmannorm.filter import GAIN_MARGIN
 from kalmannorm.kernels import triton_layers as layers
+from kalmannorm.kernels import triton_leaves as leaves_of
 from kalmannorm.kernels import triton_moments as moments
 from kalmannorm.kernels.bundle import Bundle
 from kalmannorm.kernels.bundle_aten import Tensors, Values
 from kalmannorm.kernels.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
+from kalmannorm.kernels.triton_turns import turns
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
 
@@ -108,19 +110,20 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
     entries = torch.empty((2, E), device=device, dtype=torch.float32)
     gains = torch.empty(channels, device=device, dtype=torch.float32)
     sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
-    moments.leaves_kernel[(triton.cdiv(max(leaves, channels), BLOCK),)](
-        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK
-    )
+    leaves_of.leaves_kernel[(triton.cdiv(max(leaves, channels), BLOCK),)](
+        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK,
+        **turns(device),
+    )  # fmt: skip
     for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
         for tape in tapes:
             moments.tape_kernel[(tape.depths.numel(),)](
                 entries, E, *tape.instructions, tape.offsets, tape.depths, tables.numbers, _weights(bundle, device),
-                **_options(tape),
+                **_options(tape), **turns(device),
             )  # fmt: skip
         for tile, grouped, work in stage.forward:
             layers.layers_kernel[(work.shape[0],)](
                 entries, sums, bound.table, work, tables.index, tables.geometry, E,
-                **tile._asdict(), TYPE=type_of, GROUPED=grouped,
+                **tile._asdict(), TYPE=type_of, GROUPED=grouped, **turns(device),
             )  # fmt: skip
     # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
     return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat)])
@@ -179,30 +182,32 @@ def backward(
     for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
         for tile, _, work in stage.forward:
             layers.rows_backward_kernel[(work.shape[0],)](
-                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses, BK=tile.BK, TP=tile.TP
-            )
+                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses, BK=tile.BK, TP=tile.TP,
+                **turns(device),
+            )  # fmt: skip
         for tile, depthwise, work in stage.backward:
             layers.layers_backward_kernel[(work.shape[0],)](
                 entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E,
-                **tile._asdict(), TYPE=type_of, DEPTHWISE=depthwise,
+                **tile._asdict(), TYPE=type_of, DEPTHWISE=depthwise, **turns(device),
             )  # fmt: skip
         for tape in reversed(tapes):
             moments.tape_backward_kernel[(tape.depths.numel(),)](
                 entries, E, *uses, *tape.instructions, tape.offsets, tape.depths, tables.numbers,
-                _weights(bundle, device), **_options(tape),
+                _weights(bundle, device), **_options(tape), **turns(device),
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
     passed = _passed(bundle, at_passed, device)
-    moments.leaves_backward_kernel[(triton.cdiv(leaves, BLOCK),)](
-        flat, small, passed, *uses, leaves, _beliefs(bundle), PASSED=passed is not None, BLOCK=BLOCK
-    )
+    leaves_of.leaves_backward_kernel[(triton.cdiv(leaves, BLOCK),)](
+        flat, small, passed, *uses, leaves, _beliefs(bundle), PASSED=passed is not None, BLOCK=BLOCK,
+        **turns(device),
+    )  # fmt: skip
     if bundle.gains:
         grads = [
             _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
             for gain, grad in zip(bundle.gains, at_gains, strict=True)
         ]
-        moments.gains_backward_kernel[(len(grads),)](
-            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN, BLOCK=4 * BLOCK
+        leaves_of.gains_backward_kernel[(len(grads),)](
+            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN, BLOCK=4 * BLOCK, **turns(device)
         )
     found = _unflattened(bundle, tensors, small)
     for layer, start in zip(tables.layers, bound.starts, strict=True):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kalmannorm.kernels.triton_norm import VARYING, bits_at, load_row, place, tile_at, update_backward
+from kalmannorm.kernels.triton_turns import in_turn
 
 
 @triton.jit
@@ -100,9 +101,10 @@ def backward_kernel(
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -160,8 +162,10 @@ def backward_reduce_kernel(
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -202,9 +206,10 @@ def backward_filter_kernel(
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, line_ptr,
     N, G, C, L, m, splits, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
     BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: slope and constant of dx (2, G, C), and the rows (G, C) for the parameters."""
+    in_turn(PDL)
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -232,9 +237,10 @@ def backward_apply_kernel(
     g_ptr, x_ptr, dx_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: dx. Behind a gate, g is what came through it."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -276,9 +282,10 @@ def fold_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.co
 @triton.jit(do_not_specialize=VARYING)
 def fold_kernel(
     source_0, source_1, source_2, source_3, source_4, target_0, target_1, target_2, target_3, target_4,
-    G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows of COUNT parameters summed over the groups, each by programs of its own."""
+    in_turn(PDL)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     parameter = tl.program_id(1)
     if parameter == 0:

@@ -13,6 +13,7 @@ from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_gradient import shut_at
 from kalmannorm.kernels.triton_norm import VARYING, load_row, store_output, tile_at
+from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
 settle_gradient = gradient.settle
@@ -25,8 +26,9 @@ def held_forward_kernel(
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -66,8 +68,9 @@ def held_backward_kernel(
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:

@@ -108,6 +108,8 @@ def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: b
 
 def _forward_last(shape: Shape, processors: int) -> Launch | None:
     rows = power(shape.slab)
+    if 128 < rows <= HELD and _programs(shape, 32) >= 2.9 * processors and shape.C >= 32:
+        return launch_of(shape, 64, 32, 0)
     if rows <= HELD:
         return _held(shape, min(max(8192 // rows, 16), 64), 64)
     if rows <= LONGEST:

@@ -35,6 +35,7 @@ from kalmannorm.kernels.triton_moments import (
     WEIGHT,
     collect,
 )
+from kalmannorm.kernels.triton_turns import in_turn
 
 
 @triton.jit
@@ -76,8 +77,10 @@ def layers_kernel(
     entries_ptr, sums_ptr, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
     BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, GROUPED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Means and variances of BK outputs of a layer; where there is a border, what each tap sums up to is kept."""
+    in_turn(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
     weight_ptr = weight_of(row, TYPE, WIDE)
@@ -144,9 +147,10 @@ def centre(by_tap, geometry, tap, taps, kinds):
 def rows_backward_kernel(
     at_ptr, sums_ptr, at_sums_ptr, table_ptr, work_ptr, geometry_ptr, E,
     slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
-    BK: tl.constexpr, TP: tl.constexpr,
+    BK: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients that arrive at BK outputs, and those of what each of their taps sums up to."""
+    in_turn(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
     outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
@@ -174,11 +178,13 @@ def layers_backward_kernel(
     entries_ptr, at_ptr, at_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
     BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, DEPTHWISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BC inputs of a group and a share of its outputs: the weight's gradient, and what that share adds to the inputs'.
 
     Depthwise, output and input are one: then BK is 1, and BC goes through the groups.
     """
+    in_turn(PDL)
     work = work_ptr + 4 * tl.program_id(0)
     row = table_ptr + tl.load(work) * COLUMNS
     group, split = tl.load(work + 1), tl.load(work + 3)

@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmannorm.kernels.triton_turns import in_turn
+
 VARYING = ["N", "G", "m", "splits", "chunks", "chunks_per_split"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
 
@@ -171,9 +173,10 @@ def forward_kernel(
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -212,8 +215,10 @@ def forward_kernel(
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks, chunks_per_split,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -243,9 +248,10 @@ def filter_kernel(
     partial_ptr, count_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     G, C, splits, prior_mean_row, prior_var_row, gain_step,
-    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr,
+    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: a group's shares, all loaded at once, merged into its observation; and the filter."""
+    in_turn(PDL)
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -269,8 +275,10 @@ def apply_kernel(
     N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, third: y, and its bits if asked for."""
+    in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:

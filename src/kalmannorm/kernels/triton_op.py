@@ -18,6 +18,7 @@ from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_held as held
 from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, power, processors_of, shape_of
+from kalmannorm.kernels.triton_turns import turns
 
 
 def forward(
@@ -42,7 +43,7 @@ def forward(
     y = torch.empty_like(x)
     # One by one, because what an op returns may not share memory.
     moments = [torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(4)]
-    tile = tile_of(shape, how)
+    tile = tile_of(shape, how, x.device)
     last = {
         "WEIGHT": weight is not None,
         "BIAS": bias is not None,
@@ -68,7 +69,7 @@ def forward(
     norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
     norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
         partial, count, prior_mean, prior_var, gain, *moments,
-        G, C, how.splits, *predicted, BS=power(how.splits), BC=how.merge_channels, PRIOR=prior,
+        G, C, how.splits, *predicted, BS=power(how.splits), BC=how.merge_channels, PRIOR=prior, **turns(x.device),
     )  # fmt: skip
     norm.apply_kernel[grid](
         x, y, bits, residual, weight, bias, *moments[:2], N, C, L, m, *share, *affine, eps, **last, **tile
@@ -87,11 +88,11 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
-        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split, **tile_of(shape, how)
+        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split, **tile_of(shape, how, x.device)
     )  # fmt: skip
     norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
         partial, count, None, None, None, mean, var, mean, var,
-        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=how.merge_channels, PRIOR=False,
+        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=how.merge_channels, PRIOR=False, **turns(x.device),
     )  # fmt: skip
     return mean, var
 
@@ -126,7 +127,7 @@ def backward(
     to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
     to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
     rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
-    tile = tile_of(shape, how)
+    tile = tile_of(shape, how, x.device)
     last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and gate is None}
     first = {"GATE": gate is not None, "BITS": gate is not None and gate.dtype == torch.uint8}
     settled = {
@@ -157,7 +158,7 @@ def backward(
         gradient.backward_filter_kernel[G, triton.cdiv(C, how.merge_channels)](
             partial, weight, prior_mean, prior_var, gain, *at, line,
             N, G, C, L, m, how.splits, weight_row, *predicted, eps,
-            BS=power(how.splits), BC=how.merge_channels, WEIGHT=weight is not None, **settled,
+            BS=power(how.splits), BC=how.merge_channels, WEIGHT=weight is not None, **settled, **turns(x.device),
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
             grad_y if d_residual is None else d_residual, x, dx, weight, bias, *moments[:3], line,
@@ -172,9 +173,9 @@ def backward(
     return [t for t in results if t is not None]
 
 
-def tile_of(shape: Shape, how: Launch) -> dict[str, Any]:
+def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
-    return tile if how.held else tile | {"STAGES": how.stages}
+    return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
 
 
 class Room(NamedTuple):
@@ -209,7 +210,7 @@ def fold(rooms: Sequence[Room]) -> None:
     sources, targets = [room.rows for room in folding], [room.result for room in folding]
     BG, BC = min(power(G), 64), 16
     gradient.fold_kernel[triton.cdiv(C, BC), len(folding)](
-        *sources, *missing, *targets, *missing, G, C, COUNT=len(folding), BG=BG, BC=BC
+        *sources, *missing, *targets, *missing, G, C, COUNT=len(folding), BG=BG, BC=BC, **turns(folding[0].rows.device)
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kalmannorm.filter import GAIN_MARGIN
 from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_turns import in_turn, turns
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
 
@@ -44,9 +45,10 @@ def share_of(logit):
 def predict_kernel(
     mean_ptr, var_ptr, matrix_ptr, noise_ptr, logit_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     G, C, P, gain_step,
-    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BC outputs of BG groups; of one group alone where BG is 1."""
+    in_turn(PDL)
     c, g = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BG + tl.arange(0, BG)
     if BG == 1:
         sums = tl.zeros([BC, BP], tl.float32)
@@ -80,8 +82,10 @@ def predict_backward_kernel(
     at_mean_ptr, at_var_ptr, mean_ptr, var_ptr, matrix_ptr, at_matrix_ptr, shares_ptr, noise_shares_ptr,
     G, C, P,
     BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, TO_MATRIX: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BC × BP of A: its gradient, and what these outputs add to the gradients of the moments before."""
+    in_turn(PDL)
     c, p = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BP + tl.arange(0, BP)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     a = load_rows(matrix_ptr, c, C, p, P)
@@ -115,9 +119,10 @@ def predict_fold_kernel(
     shares_ptr, noise_shares_ptr, noise_ptr, logit_ptr, at_gain_ptr,
     to_mean_ptr, to_var_ptr, to_noise_ptr, to_logit_ptr,
     blocks, values, C, gain_step,
-    BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr,
+    BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Shares added up, BV values in each program; and what belongs to the noise and the gain."""
+    in_turn(PDL)
     at = tl.program_id(0) * BV + tl.arange(0, BV)
     to_mean = tl.zeros([BV], tl.float32)
     to_var = tl.zeros([BV], tl.float32)
@@ -161,6 +166,7 @@ def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Ten
     predict_kernel[triton.cdiv(C, BC), triton.cdiv(G, BG)](
         mean, var, matrix, noise, logit, prior_mean, prior_var, gain,
         G, C, P, int(logit.numel() > 1), BG=BG, BC=BC, BP=BP, PRECISION=precision_on(mean.device),
+        **turns(mean.device),
     )  # fmt: skip
     return prior_mean, prior_var, gain
 
@@ -188,6 +194,7 @@ def backward(
     predict_backward_kernel[blocks, triton.cdiv(P, BP)](
         at_mean, at_var, mean, var, matrix, at_matrix, shares, noise_shares,
         G, C, P, BG=BG, BC=BC, BP=BP, TO_MATRIX=to_matrix, PRECISION=precision_on(mean.device),
+        **turns(mean.device),
     )  # fmt: skip
     to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
     to_logit = None if at_gain is None else torch.empty_like(logit)
@@ -195,5 +202,6 @@ def backward(
     predict_fold_kernel[(triton.cdiv(G * P, BV),)](
         shares, noise_shares, noise, logit, at_gain, to_mean, to_var, to_noise, to_logit,
         blocks, G * P, C, int(logit.numel() > 1), BS=power(blocks), BV=BV, TO_GAIN=at_gain is not None,
+        **turns(mean.device),
     )  # fmt: skip
     return to_mean, to_var, at_matrix, to_noise, to_logit

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_turns import in_turn, turns
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
@@ -193,8 +194,9 @@ def track_kernel(
     values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
     N, G, C, m, values, momentum, observation_momentum, eps,
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
-    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     track_block(
         tl.program_id(0), tl.num_programs(0),
         mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
@@ -223,5 +225,6 @@ def track(move: Move) -> None:
         BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
         num_warps=8 if BG * BC > 2048 else 4,
         KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
+        **turns(rows[0].device),
     )  # fmt: skip
     torch.autograd.graph.increment_version(move.buffers())

@@ -19,6 +19,7 @@ from torch import Tensor
 from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import power
 from kalmannorm.kernels.triton_tracking import KINDS, track, track_block
+from kalmannorm.kernels.triton_turns import in_turn, turns
 
 __all__ = ["track", "track_together"]
 
@@ -57,8 +58,9 @@ def address(pointer, TYPE: tl.constexpr):
 def track_together_kernel(
     rows_ptr, table_ptr, work_ptr, scratch_ptr, arrived_ptr,
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr,
-    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    in_turn(PDL)
     work = work_ptr + 2 * tl.program_id(0)
     number, block = tl.load(work), integer(work + 1)
     row = table_ptr + number * COLUMNS
@@ -107,7 +109,7 @@ def track_together(moves: Sequence[Move], tables: dict[Any, Table]) -> None:
         rows = torch.cat([rows.reshape(-1) for move in each for rows in move.rows()])
         scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
         track_together_kernel[(table.work.shape[0],)](
-            rows, table.table, table.work, scratch, table.arrived, **table.options
+            rows, table.table, table.work, scratch, table.arrived, **table.options, **turns(rows.device)
         )
         torch.autograd.graph.increment_version([buffer for move in each for buffer in move.buffers()])
 
