@@ -33,7 +33,7 @@ def test_matches_reference(shape, m, layout, dtype):
         inputs[0] = channels_last(inputs[0].detach()).requires_grad_()
     inputs = [t.detach().cuda().requires_grad_() for t in inputs]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    grads = [torch.randn_like(o) for o in op(*inputs, m, 1e-5)[:5]]
+    grads = [torch.randn_like(o) for o in op(*inputs, m, 1e-5)]
     actual, actual_grads = run(op, inputs, m, grads)
     expected, expected_grads = run(reference.batch_kalman_norm, exact, m, grads)
     for index, (a, e) in enumerate(zip((*actual, *actual_grads), (*expected, *expected_grads), strict=True)):

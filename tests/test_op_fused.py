@@ -28,9 +28,8 @@ def inputs_of(shape, m, dtype=torch.float64, *, residual, last=False, prior=True
 
 
 def call(function, inputs, m, relu):
-    """Output and moments."""
     *first, residual = inputs
-    return function(*first, m, 1e-5, residual, relu)[:5]
+    return function(*first, m, 1e-5, residual, relu)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -97,11 +96,11 @@ def test_equals_the_separate_operations(covariance):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_for_the_backward(kind, device):
-    """x, and a ReLU's output on a CPU, its bits behind a residual elsewhere: BatchNorm and ReLU keep two, always."""
+@pytest.mark.parametrize(("kind", "full"), {"relu": 1, "residual": 1, "both": 2}.items())
+def test_what_is_kept_for_the_backward(kind, full, device):
+    """x, and the output of a ReLU behind a residual, or on a CPU: BatchNorm and ReLU keep two, always."""
     residual, relu = KINDS[kind]
-    full = 2 if relu and device == "cpu" else 1
+    full = 2 if relu and device == "cpu" else full
     inputs = inputs_of((8, 3, 16, 16), 2, torch.float32, residual=residual)
     inputs = [None if t is None else t.detach().to(device).requires_grad_() for t in inputs]
     kept = []
@@ -109,8 +108,7 @@ def test_what_is_kept_for_the_backward(kind, device):
         outputs = call(op, inputs, 2, relu)
     large = {pointer for pointer, values in kept if values == inputs[0].numel()}
     assert large == ({inputs[0].data_ptr(), outputs[0].data_ptr()} if full == 2 else {inputs[0].data_ptr()})
-    bytes_of_bits = inputs[0].numel() // 8 if kind == "both" and device == "cuda" else 0
-    assert sum(values for _, values in set(kept)) - bytes_of_bits < full * inputs[0].numel() + 40 * 3
+    assert sum(values for _, values in set(kept)) < full * inputs[0].numel() + 40 * 3
 
 
 def test_a_residual_that_lies_otherwise():

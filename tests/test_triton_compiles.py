@@ -21,10 +21,9 @@ from kalmannorm.kernels import (  # noqa: E402
     triton_tracking,
     triton_tracking_together,
 )
-from kalmannorm.kernels.bits import whole_bytes  # noqa: E402
 from kalmannorm.kernels.move import Move  # noqa: E402
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
 
 @pytest.fixture
@@ -72,12 +71,11 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     filtered = torch.zeros(1, C), torch.ones(1, C), torch.tensor(0.5)
     weight, bias = torch.ones(C), torch.zeros(C)
-    bits = torch.zeros(x.numel() // 8, dtype=torch.uint8) if residual and whole_bytes(x) else None
-    y, *moments = triton_op.forward(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True, bits)
+    y, *moments = triton_op.forward(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True)
     at = list(torch.zeros(4, 3, C)) if residual else [None] * 4
-    gate = (None, y if bits is None else bits) if residual else (bias, None)
-    triton_op.backward(x, at, x, *filtered, weight, gate[0], moments, gate[1], 2, 1e-5, True, 1)
-    streamed = {"reduce_kernel", "filter_kernel", "apply_kernel"}
+    mask = (None, y) if residual else (bias, None)
+    triton_op.backward(x, at, x, *filtered, weight, mask[0], moments, mask[1], 2, 1e-5, True, 1)
+    streamed = {"reduce_kernel", "apply_kernel"}
     expected = {"forward_kernel", "backward_kernel"}
     if launch[0] == 32:
         expected = {f"held_{name}" for name in expected}
@@ -96,28 +94,12 @@ def test_launches_that_overlap_wait_first(compiled, monkeypatch):
     x = torch.zeros((6, 64, 16, 4), dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     _, *moments = triton_op.forward(x, None, None, None, None, None, 2, 1e-5)
     triton_op.backward(x, [None] * 4, x, *[None] * 5, moments, None, 2, 1e-5)
-    for name in ("reduce_kernel", "filter_kernel", "apply_kernel"):
+    for name in ("reduce_kernel", "apply_kernel"):
         for assembly in (compiled[name], compiled[f"backward_{name}"]):
             first = min(
                 assembly.find(access) for access in ("ld.global", "st.global", "cp.async") if access in assembly
             )
             assert -1 < assembly.find("griddepcontrol.wait") < first
-
-
-@pytest.mark.parametrize("launch", [(64, 64, 0), (128, 32, 2)], ids=["on chip", "streamed"])
-@pytest.mark.parametrize("last", [True, False], ids=["NHWC", "NCHW"])
-def test_bits_cost_no_barrier(last, launch, compiled, monkeypatch):
-    """In half precision each thread packs and unpacks the bits of its own values: no more barriers than without."""
-    monkeypatch.setattr(triton_op, "launch_for", lambda shape, _, **how: triton_launch.launch_of(shape, *launch))
-    x = torch.zeros((6, 64, 16, 16), dtype=torch.bfloat16)
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
-    nothing = [None] * 5
-    barriers = []
-    for bits in (None, torch.zeros(x.numel() // 8, dtype=torch.uint8)):
-        y, *moments = triton_op.forward(x, *nothing, 2, 1e-5, x, True, bits)
-        triton_op.backward(x, [None] * 4, x, *nothing, moments, y if bits is None else bits, 2, 1e-5, True)
-        barriers.append({name: text.count("bar.sync") for name, text in compiled.items()})
-    assert barriers[0] == barriers[1]
 
 
 def move(kind, groups, observes):

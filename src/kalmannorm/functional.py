@@ -90,8 +90,7 @@ def batch_kalman_norm(
             smaller where m does not divide N.
         covariance: "full" keeps (G, C, C) covariances in the moments and still normalizes by their diagonal.
         residual: of the shape and dtype of x, added to the result.
-        relu: whether a ReLU follows, in the same pass. For the backward x is kept, on a CPU y too; elsewhere, with a
-            residual, one bit for each value of y (y itself where neither channels nor positions come in eights).
+        relu: whether a ReLU follows, in the same pass. For the backward x is kept, and y with a residual or on a CPU.
 
     Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
     """

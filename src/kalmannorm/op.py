@@ -5,9 +5,6 @@
 The op is functional: it returns the moments and mutates nothing, so autograd, `torch.compile(fullgraph=True)` and
 `torch.export` see one node. Its backward is an op too, with the closed form of `docs/equations.md`; the backward of
 that one differentiates the naive reference, so gradients of gradients are right though not fast.
-
-What a ReLU let through is told by a *gate* where the backward cannot tell from x: by y itself or, on CUDA, by its bits
-(`kernels/bits.py`). These are the op's last output, empty where there are none, and nobody but the backward uses them.
 """
 
 from __future__ import annotations
@@ -20,20 +17,19 @@ from torch import Tensor
 
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain, reference
-from kalmannorm.kernels.bits import shut
-from kalmannorm.kernels.dispatch import keeps_bits, kernels_for, on_device_of
+from kalmannorm.kernels.dispatch import kernels_for, on_device_of
 from kalmannorm.moments import Moments
 
 _FORWARD = (
     "(Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, "
     "SymInt statistics_batch_size, float eps, Tensor? residual=None, bool relu=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 # Those of the gradients that exist, as `aten.backward` lists them.
 _BACKWARD = (
     "(Tensor? grad_y, Tensor? grad_mean, Tensor? grad_var, Tensor? grad_observed_mean, Tensor? grad_observed_var, "
     "Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, Tensor[] moments, "
-    "Tensor? gate, SymInt statistics_batch_size, float eps, bool relu, SymInt bias_rows) -> Tensor[]"
+    "Tensor? y, SymInt statistics_batch_size, float eps, bool relu, SymInt bias_rows) -> Tensor[]"
 )
 
 
@@ -48,21 +44,14 @@ def _forward(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    bits = _room_for_bits(x, residual, relu)
-    wanted = bits if bits.numel() else None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if residual is not None:
         residual = residual.contiguous(memory_format=memory_format_of(x))
     with on_device_of(x):
         results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernels_for(x, statistics_batch_size).forward(
-            x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu, wanted
+            x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu
         )
-    return *results, bits
-
-
-def _room_for_bits(x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    kept = relu and residual is not None and keeps_bits(x)
-    return torch.empty((x.numel() // 8 if kept else 0,), device=x.device, dtype=torch.uint8)
+    return results
 
 
 batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=_FORWARD)
@@ -83,7 +72,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     moments = (x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(4))
-    return torch.empty_like(x), *moments, _room_for_bits(x, residual, relu)
+    return torch.empty_like(x), *moments
 
 
 def _backward(
@@ -99,7 +88,7 @@ def _backward(
     weight: Tensor | None,
     bias: Tensor | None,
     moments: Sequence[Tensor],
-    gate: Tensor | None,
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
     relu: bool,
@@ -118,7 +107,7 @@ def _backward(
             weight,
             bias,
             moments,
-            gate,
+            y,
             statistics_batch_size,
             eps,
             relu,
@@ -146,26 +135,25 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     moments: Sequence[Tensor],
-    gate: Tensor | None,
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
     relu: bool,
     bias_rows: int,
 ) -> list[Tensor]:
-    results = [torch.empty_like(x)] if gate is None else [torch.empty_like(x), torch.empty_like(x)]
+    results = [torch.empty_like(x)] if y is None else [torch.empty_like(x), torch.empty_like(x)]
     results += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
     return [*results, moments[0].new_empty((bias_rows, x.shape[1]))] if bias_rows else results
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, bias, ctx.statistics_batch_size, ctx.eps, residual, ctx.relu = inputs
-    y, *moments, bits = output
     ctx.set_materialize_grads(False)
     # What a ReLU let through its output tells, and without a residual x and β do. Kernels on a GPU have x at hand; on a
     # CPU that would be another pass, where y costs none.
     ctx.by_output = ctx.relu and residual is None and tensors[0].device.type == "cpu"
-    gate = (None, bits if bits.numel() else y) if residual is not None or ctx.by_output else (bias, None)
-    ctx.save_for_backward(*tensors, *(gate if ctx.relu else (None, None)), *moments)
+    mask = (None, output[0]) if residual is not None or ctx.by_output else (bias, None)
+    ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
     ctx.bias = (0, None, None) if bias is None else (_rows(bias), bias.shape, bias.dtype)
     ctx.residual = None if residual is None else residual.dtype
 
@@ -175,21 +163,20 @@ def _rows(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.dim() > 1 else 1
 
 
-def _differentiate(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
-    *grads, _ = arriving
-    x, *parameters, bias, gate, mean, var, observed_mean, observed_var = ctx.saved_tensors
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
     moments = [mean, var, observed_mean, observed_var]
     rows, shape, dtype = ctx.bias
     relu = ctx.relu and not ctx.by_output
     if ctx.by_output:
-        grads[0] = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], gate, 0)
-        gate = None
+        grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
+        y = None
     # Where nothing more is differentiated and nobody traces, the way through the dispatcher would only take time.
     run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
-    results = run(*grads, x, *parameters, bias, moments, gate, ctx.statistics_batch_size, ctx.eps, relu, rows)
+    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, relu, rows)
     remaining = iter(results)
     dx = next(remaining)
-    d_residual = next(remaining) if gate is not None else None if ctx.residual is None else grads[0]
+    d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
         d_residual = d_residual.to(ctx.residual)
     d_parameters = [None if t is None else next(remaining) for t in parameters]
@@ -213,11 +200,11 @@ class _Node(torch.autograd.Function):
 
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`batch_kalman_norm` on all of its arguments, by the shortest way; what only its backward needs is left out."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = (
+    """`batch_kalman_norm` on all of its arguments, by the shortest way."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (
         batch_kalman_norm(*inputs) if watched(inputs[0]) else _Node.apply(*inputs)  # type: ignore[no-untyped-call]
     )
-    return results[:5]
+    return results
 
 
 def _observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
@@ -266,20 +253,20 @@ def watched(x: Tensor) -> bool:
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, moments, gate, ctx.statistics_batch_size, ctx.eps, ctx.relu, ctx.bias_rows = inputs
+    *tensors, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, ctx.bias_rows = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *moments[:2], gate)
+    ctx.save_for_backward(*tensors, *moments[:2], y)
 
 
 def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
-    *saved, bias, mean, var, gate = ctx.saved_tensors
+    *saved, bias, mean, var, y = ctx.saved_tensors
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves: list[Any] = [None if t is None else _leaf(t) for t in saved]
         outer, (x, prior_mean, prior_var, gain, weight) = leaves[:5], leaves[5:]
         if ctx.relu and outer[0] is not None:
-            outer[0] = outer[0].masked_fill(_blocked(ctx, x, Moments(mean, var), weight, bias, gate), 0)
+            outer[0] = outer[0].masked_fill(_blocked(ctx, x, Moments(mean, var), weight, bias, y), 0)
         shift = mean.new_zeros((ctx.bias_rows, x.shape[1]), requires_grad=True) if ctx.bias_rows else None
         inputs = (x, prior_mean, prior_var, gain, weight, shift)
         outputs = reference.batch_kalman_norm(*inputs, ctx.statistics_batch_size, ctx.eps)
@@ -295,8 +282,8 @@ def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[A
                 materialize_grads=True,
             )
         )
-        if gate is not None:
-            first.insert(1, torch.zeros_like(x) if outer[0] is None else outer[0])
+        if y is not None:
+            first.insert(1, torch.zeros_like(y) if outer[0] is None else outer[0])
         pairs = [(a, g) for a, g in zip(first, grads, strict=True) if g is not None and a.requires_grad]
         present = [t for t in leaves if t is not None]
         second = iter(
@@ -313,13 +300,13 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def _blocked(
-    ctx: Any, x: Tensor, posterior: Moments, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None
+    ctx: Any, x: Tensor, posterior: Moments, weight: Tensor | None, bias: Tensor | None, y: Tensor | None
 ) -> Tensor:
     """Where the ReLU let nothing through."""
     with torch.no_grad():
-        if gate is None:
-            gate = plain.apply(x, posterior, weight, bias, group_size(x.shape[0], ctx.statistics_batch_size), ctx.eps)
-        return shut(gate, x)
+        if y is None:
+            y = plain.apply(x, posterior, weight, bias, group_size(x.shape[0], ctx.statistics_batch_size), ctx.eps)
+        return y <= 0
 
 
 torch.library.register_autograd(batch_kalman_norm_backward, _differentiate_backward, setup_context=_save_backward)

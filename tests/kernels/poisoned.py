@@ -11,9 +11,7 @@ def poison(monkeypatch):
     def poisoned(make):
         def made(*args, **kwargs):
             memory = make(*args, **kwargs)
-            if memory.is_floating_point():
-                return memory.fill_(float("nan"))
-            return memory.fill_(min(10**6, torch.iinfo(memory.dtype).max))
+            return memory.fill_(float("nan") if memory.is_floating_point() else 10**6)
 
         return made
 

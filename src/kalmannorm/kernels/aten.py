@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kalmannorm import filter as kalman
 from kalmannorm.groups import group_size, group_sizes, statistics_dtype
-from kalmannorm.kernels.bits import pack, shut
 from kalmannorm.moments import Moments
 
 PIECE = 1024
@@ -104,11 +103,10 @@ def forward(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
-    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, posterior mean and variance, observed mean and variance, all (G, C) but the first.
 
-    γ and β are (C,) or (G, C); `residual` lies as x does; `bits`, if given, is filled with those of the output.
+    γ and β are (C,) or (G, C); `residual` lies as x does.
     """
     slabs = Slabs(x, statistics_batch_size)
     # The output is the base of its parts, not a view of them: autograd refuses in-place activations on views.
@@ -143,8 +141,6 @@ def forward(
             centred.relu_()
         if not whole:
             out.copy_(centred)
-    if bits is not None:
-        pack(y, bits)
     # An op may not return one tensor twice.
     if posterior is observation:
         posterior = Moments(observation.mean.clone(), observation.var.clone())
@@ -161,7 +157,7 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     moments: Sequence[Tensor],
-    gate: Tensor | None,
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
     relu: bool = False,
@@ -169,8 +165,8 @@ def backward(
 ) -> list[Tensor]:
     """dx, and what exists of the gradients of residual, prior mean, prior var, gain, weight and bias, in this order.
 
-    Each has the shape and dtype of what was given; the bias's is (bias_rows, C), in float32 or better. `gate`, the
-    output or its bits, comes with a residual under a ReLU, `bias` with a ReLU alone: they tell what it let through.
+    Each has the shape and dtype of what was given; the bias's is (bias_rows, C), in float32 or better. `y` comes with
+    a residual under a ReLU, `bias` with a ReLU alone: they tell what it let through.
     """
     slabs = Slabs(x, statistics_batch_size)
     posterior, observation = Moments(*moments[:2]), Moments(*moments[2:])
@@ -178,10 +174,10 @@ def backward(
     scale = rho if weight is None else rho * weight.to(rho.dtype)
     if grad_y is None:
         grad_y = torch.zeros_like(x)
-    if gate is not None:
-        grad_y = torch.where(shut(gate, x), 0, grad_y)
+    if y is not None:
+        grad_y = torch.where(y <= 0, 0, grad_y)
     values, passed = slabs.parts(x), slabs.parts(grad_y)
-    if relu and gate is None:
+    if relu and y is None:
         passed = pass_relu(slabs, values, passed, posterior.mean, scale, bias)
     sums = [
         reduce_gradient(value, g, centre, slabs.last)
@@ -209,7 +205,7 @@ def backward(
         line.mul_(b).addcmul_(g.to(rho.dtype), a).add_(c)
         if not whole:
             out.copy_(line)
-    results = [dx] if gate is None else [dx, grad_y]
+    results = [dx] if y is None else [dx, grad_y]
     results += [summed(g, like.shape).to(like.dtype) for g, like in of_prior]
     if weight is not None:
         results.append(summed(sum_gx, weight.shape).to(weight.dtype))

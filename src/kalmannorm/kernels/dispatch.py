@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kalmannorm.groups import group_size
 from kalmannorm.kernels import aten
-from kalmannorm.kernels.bits import whole_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,14 +23,6 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     # Inside a group the kernels count in 32 bits; where a group begins, in 64.
     group = group_size(x.shape[0], statistics_batch_size) * (x.numel() // (x.shape[0] * x.shape[1]))
     return (fused(x.device.index) if group < 2**31 else None) or aten
-
-
-def keeps_bits(x: Tensor) -> bool:
-    """Whether a forward keeps the bits of its output behind a residual and a ReLU, and not the output itself.
-
-    Whoever traces has to know it as well, so it does not ask which kernels will run. On a CPU, y costs nothing.
-    """
-    return x.device.type == "cuda" and x.dtype in DTYPES and whole_bytes(x)
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:

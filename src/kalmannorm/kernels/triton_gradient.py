@@ -1,10 +1,10 @@
-"""The backward of `triton_norm.py`: reduce, filter, apply, streamed or on chip, and the sums over groups.
+"""The backward of `triton_norm.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
 
 With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
 and from these dx = γρ g + b (x - x̄) + c is linear in g and x: docs/equations.md.
 
-Behind a residual and a ReLU, a gate tells what came through: the output, or its bits (`bits.py`). What of g does is a
-result too, so the first pass writes it and the second reads that, in the place of g and of the gate.
+Behind a residual and a ReLU, the output tells what came through. What of g does is a result too, so the first pass
+writes it and the second reads that, in the place of g and of the output.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm.kernels.triton_norm import VARYING, bits_at, load_row, place, tile_at, update_backward
+from kalmannorm.kernels.triton_norm import VARYING, load_row, place, tile_at, update_backward
 from kalmannorm.kernels.triton_turns import in_turn
 
 
 @triton.jit
 def gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr):
-    """What arrives; before a ReLU without a gate, nothing where that let nothing through."""
+    """What arrives; before a ReLU that x tells of, nothing where that let nothing through."""
     g = tl.load(g_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if RELU:
         z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
@@ -27,23 +27,10 @@ def gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr):
 
 
 @triton.jit
-def shut_at(
-    gate_ptr, offset, mask, chunk, group, block, N, C, L, m,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Where the gate of a tile lets nothing through, [BR, BC]."""
-    if BITS:
-        at, inside = bits_at(chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST)
-        byte = tl.load(gate_ptr + at, mask=inside, other=0)
-        place = tl.arange(0, 8)
-        if CHANNELS_LAST:
-            bit = tl.reshape((byte[:, :, None] >> place[None, None, :]) & 1, [BR, BC])
-        else:
-            bit = tl.reshape((byte[:, None, :] >> place[None, :, None]) & 1, [BR, BC])
-        shut = bit == 0
-    else:
-        shut = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    return shut
+def came_through(g, y_ptr, offset, mask):
+    """What of g came through a ReLU behind a residual, whose output tells."""
+    y = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(y <= 0.0, 0.0, g)
 
 
 @triton.jit
@@ -54,7 +41,7 @@ def store_row(pointer, at, value, mask, GIVEN: tl.constexpr):
 
 @triton.jit
 def settle(
-    sum_g, sum_gx, group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    sum_g, sum_gx, group, channel, in_c, mine, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
@@ -62,14 +49,14 @@ def settle(
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
-    """From a group's Σ g and Σ g (x - mean): its rows for the parameters, stored; slope b and constant c of its dx."""
+    """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
     wide = group.to(tl.int64)
     row = wide * C + channel
     rho = tl.rsqrt(tl.load(var_ptr + row, mask=in_c, other=1.0) + eps)
     scale = rho * load_row(weight_ptr, wide * weight_row + channel, in_c, 1.0, WEIGHT)
     sum_gx *= rho
-    store_row(d_weight_ptr, row, sum_gx, in_c, WEIGHT)
-    store_row(d_bias_ptr, row, sum_g, in_c, BIAS)
+    store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
+    store_row(d_bias_ptr, row, sum_g, mine, BIAS)
     at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR) - scale * sum_g
     at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR) - 0.5 * scale * rho * sum_gx
     if PRIOR:
@@ -82,9 +69,9 @@ def settle(
             tl.load(prior_var_ptr + wide * prior_var_row + channel, mask=in_c, other=1.0),
             tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5),
         )
-        store_row(d_prior_mean_ptr, row, at_prior_mean, in_c, PRIOR)
-        store_row(d_prior_var_ptr, row, at_prior_var, in_c, PRIOR)
-        store_row(d_gain_ptr, row, at_gain, in_c, PRIOR)
+        store_row(d_prior_mean_ptr, row, at_prior_mean, mine, PRIOR)
+        store_row(d_prior_var_ptr, row, at_prior_var, mine, PRIOR)
+        store_row(d_gain_ptr, row, at_gain, mine, PRIOR)
     count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
     at_mean += load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
     at_var += load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
@@ -93,14 +80,14 @@ def settle(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    g_ptr, x_ptr, gate_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
-    RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
@@ -110,8 +97,7 @@ def backward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    block = tl.program_id(0) // G
-    channel = block * BC + tl.arange(0, BC)
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
@@ -126,14 +112,13 @@ def backward_kernel(
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
-        if GATE:
-            shut = shut_at(gate_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
-            g = tl.where(shut, 0.0, g)
+        if RESIDUAL:
+            g = came_through(g, y_ptr, offset, mask)
             tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
     slope, constant = settle(
-        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, channel, in_c,
+        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, channel, in_c, in_c,
         weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -142,7 +127,7 @@ def backward_kernel(
         PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     arriving_ptr = g_ptr
-    if GATE:
+    if RESIDUAL:
         arriving_ptr = d_residual_ptr
         # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
         # above, another may read below.
@@ -158,10 +143,10 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
-    g_ptr, x_ptr, gate_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
@@ -186,9 +171,8 @@ def backward_reduce_kernel(
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
-        if GATE:
-            shut = shut_at(gate_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
-            g = tl.where(shut, 0.0, g)
+        if RESIDUAL:
+            g = came_through(g, y_ptr, offset, mask)
             tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
@@ -199,47 +183,21 @@ def backward_reduce_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def backward_filter_kernel(
-    partial_ptr, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+def backward_apply_kernel(
+    g_ptr, x_ptr, dx_ptr, partial_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, line_ptr,
-    N, G, C, L, m, splits, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, TO_BIAS: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Streamed, second: slope and constant of dx (2, G, C), and the rows (G, C) for the parameters."""
-    in_turn(PDL)
-    group = tl.program_id(0)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    in_c = channel < C
-    split = tl.arange(0, BS)
-    mask = (split < splits)[:, None] & in_c[None, :]
-    share = (split.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
-    plane = tl.full([1], G, tl.int64) * C
-    slope, constant = settle(
-        tl.sum(tl.load(partial_ptr + share, mask=mask, other=0.0), 0),
-        tl.sum(tl.load(partial_ptr + splits * plane + share, mask=mask, other=0.0), 0),
-        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
-    )  # fmt: skip
-    row = group.to(tl.int64) * C + channel
-    tl.store(line_ptr + row, slope, mask=in_c)
-    tl.store(line_ptr + plane + row, constant, mask=in_c)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def backward_apply_kernel(
-    g_ptr, x_ptr, dx_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr, line_ptr,
-    N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, G, C, L, m, splits, chunks, chunks_per_split,
+    weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
+    BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
+    RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, third: dx. Behind a gate, g is what came through it."""
+    """Streamed, second: the filter's backward, whose rows (G, C) the first program of a group stores, and dx.
+
+    Behind a residual and a ReLU, g is what came through.
+    """
     in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
@@ -252,8 +210,18 @@ def backward_apply_kernel(
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
     observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
-    slope = tl.load(line_ptr + row, mask=in_c, other=0.0)
-    constant = tl.load(line_ptr + tl.full([1], G, tl.int64) * C + row, mask=in_c, other=0.0)
+    share, plane = tl.arange(0, BS), tl.full([1], splits, tl.int64) * G * C
+    at = partial_ptr + (share.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
+    there = (share < splits)[:, None] & in_c[None, :]
+    slope, constant = settle(
+        tl.sum(tl.load(at, mask=there, other=0.0), 0), tl.sum(tl.load(at + plane, mask=there, other=0.0), 0),
+        group, channel, in_c, in_c & (split == 0), weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
+        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_gradient import shut_at
-from kalmannorm.kernels.triton_norm import VARYING, load_row, store_output, tile_at
+from kalmannorm.kernels.triton_norm import VARYING, activated, load_row, tile_at
 from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
@@ -21,20 +20,20 @@ settle_gradient = gradient.settle
 
 @triton.jit(do_not_specialize=VARYING)
 def held_forward_kernel(
-    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
         L = L // V * V
-    group, block = tl.program_id(0) % G, tl.program_id(0) // G
-    channel = block * BC + tl.arange(0, BC)
+    group = tl.program_id(0) % G
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
     mask = valid[:, None] & in_c[None, :]
@@ -45,7 +44,7 @@ def held_forward_kernel(
     mean = tl.sum(held.to(tl.float32), 0) / total
     away = tl.where(mask, held.to(tl.float32) - mean[None, :], 0.0)
     mean, var = settle(
-        total, mean, tl.sum(away * away, 0), group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        total, mean, tl.sum(away * away, 0), group, channel, in_c, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
@@ -53,21 +52,19 @@ def held_forward_kernel(
     z = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :]
     if RESIDUAL:
         z += residual.to(tl.float32)
-    store_output(
-        z, y_ptr, bits_ptr, offset, mask, 0, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
-    )  # fmt: skip
+    tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def held_backward_kernel(
-    g_ptr, x_ptr, gate_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
-    RELU: tl.constexpr, GATE: tl.constexpr, BITS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
@@ -75,15 +72,15 @@ def held_backward_kernel(
         C = C // V * V
     else:
         L = L // V * V
-    group, block = tl.program_id(0) % G, tl.program_id(0) // G
-    channel = block * BC + tl.arange(0, BC)
+    group = tl.program_id(0) % G
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
     mask = valid[:, None] & in_c[None, :]
     held = tl.load(x_ptr + offset, mask=mask, other=0.0)
     g = tl.load(g_ptr + offset, mask=mask, other=0.0)
-    if GATE:
-        shut = shut_at(gate_ptr, offset, mask, 0, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, BITS)
+    if RESIDUAL:
+        shut = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
@@ -92,13 +89,13 @@ def held_backward_kernel(
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     if RELU:
         shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :] <= 0.0
-    if RELU or GATE:
+    if RELU or RESIDUAL:
         g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # the same values, or zero
-    if GATE:
+    if RESIDUAL:
         tl.store(d_residual_ptr + offset, g, mask=mask)
     slope, constant = settle_gradient(
         tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - mean[None, :]), 0),
-        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        group, channel, in_c, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,

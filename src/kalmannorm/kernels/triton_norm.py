@@ -1,4 +1,4 @@
-"""The op as Triton kernels: reduce, filter, apply; imported on the CUDA path only. The backward: `triton_gradient.py`.
+"""The op as Triton kernels; imported on the CUDA path only. The backward: `triton_gradient.py`.
 
 x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
 because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
@@ -6,14 +6,14 @@ lanes keeps a running mean and sum of squared deviations (Welford), and lanes, t
 order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are float32.
 Sizes are divided and multiplied by V, which divides them, so that the compiler knows how wide it may load.
 
-    streamed    reduce -> filter -> apply      many programs share a group: 3B forward, 5B backward
+    streamed    reduce -> filter and apply     many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
     held        the same where a group's tile stays in registers: `triton_held.py`
 
 Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy.
 
 With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
-before the ReLU, the forward leaves one bit of each value of y (`bits.py`); where rows hold no whole bytes, y is kept.
+before the ReLU, the sign of the saved output is the mask.
 """
 
 from __future__ import annotations
@@ -107,73 +107,34 @@ def activated(z, RELU: tl.constexpr):
 
 
 @triton.jit
-def bits_at(
-    chunk, group, block, N, C, L, m, BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr
-):  # fmt: skip
-    """Offsets of the bytes that hold a tile's bits, and which there are: [BR, BC/8], or [BR/8, BC] of contiguous x.
-
-    They lie as an x of so many fewer channels, or positions. A division would be exact; cdiv hides from the compiler
-    how rows of bytes are aligned, or it would give neighbours to one thread and move them from and to the threads that
-    hold their values through shared memory. So each thread has the bytes of its own values.
-    """
-    if CHANNELS_LAST:
-        C = tl.cdiv(C, 8)
-        channel = block * (BC // 8) + tl.arange(0, BC // 8)
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, True)
-    else:
-        channel = block * BC + tl.arange(0, BC)
-        offset, valid = tile_at(chunk, group, channel, N, C, tl.cdiv(L, 8), m, BR // 8, False)
-    return offset, valid[:, None] & (channel < C)[None, :]
-
-
-@triton.jit
-def store_output(
-    z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m,
-    BR: tl.constexpr, BC: tl.constexpr, CHANNELS_LAST: tl.constexpr, RELU: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """A tile of y, and its bits if asked for: those of the values as rounded, which may be 0 where z is not."""
-    y = activated(z, RELU).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offset, y, mask=mask)
-    if BITS:
-        bit = tl.where(y.to(tl.float32) <= 0.0, 0, 1)
-        worth = 1 << tl.arange(0, 8)
-        if CHANNELS_LAST:
-            byte = tl.sum(tl.reshape(bit, [BR, BC // 8, 8]) * worth[None, None, :], 2)
-        else:
-            byte = tl.sum(tl.reshape(bit, [BR // 8, 8, BC]) * worth[None, :, None], 1)
-        at, inside = bits_at(chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST)
-        tl.store(bits_ptr + at, byte.to(tl.uint8), mask=inside)
-
-
-@triton.jit
 def settle(
-    total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    total, mean, squared, group, channel, in_c, mine, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     C, prior_mean_row, prior_var_row, gain_step, PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """A group's observation and, after the filter, its posterior, both stored; returns the posterior."""
+    """A group's observation and, after the filter, its posterior, both stored where `mine`; returns the posterior."""
     var = squared / total
     row = group.to(tl.int64) * C + channel
-    tl.store(observed_mean_ptr + row, mean, mask=in_c)
-    tl.store(observed_var_ptr + row, var, mask=in_c)
+    tl.store(observed_mean_ptr + row, mean, mask=mine)
+    tl.store(observed_var_ptr + row, var, mask=mine)
     if PRIOR:
         q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
         prior_mean = tl.load(prior_mean_ptr + group.to(tl.int64) * prior_mean_row + channel, mask=in_c, other=0.0)
         prior_var = tl.load(prior_var_ptr + group.to(tl.int64) * prior_var_row + channel, mask=in_c, other=1.0)
         mean, var = update(mean, var, prior_mean, prior_var, q)
-    tl.store(mean_ptr + row, mean, mask=in_c)
-    tl.store(var_ptr + row, var, mask=in_c)
+    tl.store(mean_ptr + row, mean, mask=mine)
+    tl.store(var_ptr + row, var, mask=mine)
     return mean, var
 
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr, PDL: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
     in_turn(PDL)
@@ -182,8 +143,7 @@ def forward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    block = tl.program_id(0) // G
-    channel = block * BC + tl.arange(0, BC)
+    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
     count = tl.zeros([BR], tl.float32)
     means = tl.zeros([BR, BC], tl.float32)
@@ -194,7 +154,7 @@ def forward_kernel(
         count, means, squares = welford(x, valid, count, means, squares)
     total, mean, squared = merge_lanes(count, means, squares)
     mean, var = settle(
-        total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        total, mean, squared, group, channel, in_c, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
@@ -206,9 +166,7 @@ def forward_kernel(
         z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        store_output(
-            z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
-        )  # fmt: skip
+        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -243,18 +201,9 @@ def reduce_kernel(
         tl.store(count_ptr + row, total)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def filter_kernel(
-    partial_ptr, count_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
-    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    G, C, splits, prior_mean_row, prior_var_row, gain_step,
-    BS: tl.constexpr, BC: tl.constexpr, PRIOR: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Streamed, second: a group's shares, all loaded at once, merged into its observation; and the filter."""
-    in_turn(PDL)
-    group = tl.program_id(0)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    in_c = channel < C
+@triton.jit
+def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS: tl.constexpr):
+    """A group's shares, all loaded at once, as one: how many values, their mean, their sum of squared deviations."""
     split = tl.arange(0, BS)
     in_s = split < splits
     mask = in_s[:, None] & in_c[None, :]
@@ -262,22 +211,35 @@ def filter_kernel(
     count = tl.load(count_ptr + split * G + group, mask=in_s, other=0.0)
     means = tl.load(partial_ptr + share, mask=mask, other=0.0)
     squares = tl.load(partial_ptr + tl.full([1], splits, tl.int64) * G * C + share, mask=mask, other=0.0)
-    total, mean, squared = merge_lanes(count, means, squares)
-    settle(
-        total, mean, squared, group, channel, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
-    )  # fmt: skip
+    return merge_lanes(count, means, squares)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def observe_kernel(
+    partial_ptr, count_ptr, mean_ptr, var_ptr, G, C, splits, BS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """After `reduce_kernel`, where nothing is to be normalized: the observation."""
+    in_turn(PDL)
+    group = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = channel < C
+    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS)
+    row = group.to(tl.int64) * C + channel
+    tl.store(mean_ptr + row, mean, mask=in_c)
+    tl.store(var_ptr + row, squared / total, mask=in_c)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def apply_kernel(
-    x_ptr, y_ptr, bits_ptr, residual_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
-    N, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
+    x_ptr, y_ptr, residual_ptr, partial_ptr, count_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    N, G, C, L, m, splits, chunks, chunks_per_split,
+    weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, BITS: tl.constexpr,
-    PDL: tl.constexpr,
+    BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, third: y, and its bits if asked for."""
+    """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
     in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
@@ -286,9 +248,11 @@ def apply_kernel(
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
-    row = group.to(tl.int64) * C + channel
-    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
-    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS)
+    mean, var = settle(
+        total, mean, squared, group, channel, in_c, in_c & (split == 0), prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
+    )  # fmt: skip
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     start = split * chunks_per_split
@@ -299,6 +263,4 @@ def apply_kernel(
         z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        store_output(
-            z, y_ptr, bits_ptr, offset, mask, chunk, group, block, N, C, L, m, BR, BC, CHANNELS_LAST, RELU, BITS
-        )  # fmt: skip
+        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,6 +1,6 @@
 """The op on Triton's kernels, forward and backward, with the arguments and results of `aten.py`.
 
-Launches: forward 1 on chip, 3 streamed; backward 1 or 3, one more to sum the parameters' rows over groups, and one for
+Launches: forward 1 on chip, 2 streamed; backward 1 or 2, one more to sum the parameters' rows over groups, and one for
 a gain that is a single number. Gradients come in the shapes and dtypes of what was given.
 """
 
@@ -32,7 +32,6 @@ def forward(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
-    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `aten.forward`."""
     shape = shape_of(x, statistics_batch_size)
@@ -49,7 +48,6 @@ def forward(
         "BIAS": bias is not None,
         "RELU": relu,
         "RESIDUAL": residual is not None,
-        "BITS": bits is not None,
     }
     prior = prior_mean is not None
     affine = row_step(weight, C), row_step(bias, C)
@@ -58,7 +56,7 @@ def forward(
     if how.splits == 0:
         launch, loop = (held.held_forward_kernel, ()) if how.held else (norm.forward_kernel, (how.chunks,))
         launch[(G * blocks,)](
-            x, y, bits, residual, weight, bias, prior_mean, prior_var, gain, *moments,
+            x, y, residual, weight, bias, prior_mean, prior_var, gain, *moments,
             N, G, C, L, m, *loop, *affine, *predicted, eps, PRIOR=prior, **last, **tile,
         )  # fmt: skip
         return y, *moments  # type: ignore[return-value]
@@ -67,13 +65,10 @@ def forward(
     grid = (blocks * how.splits * G,)
     share = how.splits, how.chunks, how.per_split
     norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
-    norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
-        partial, count, prior_mean, prior_var, gain, *moments,
-        G, C, how.splits, *predicted, BS=power(how.splits), BC=how.merge_channels, PRIOR=prior, **turns(x.device),
-    )  # fmt: skip
     norm.apply_kernel[grid](
-        x, y, bits, residual, weight, bias, *moments[:2], N, C, L, m, *share, *affine, eps, **last, **tile
-    )
+        x, y, residual, partial, count, weight, bias, prior_mean, prior_var, gain, *moments,
+        N, G, C, L, m, *share, *affine, *predicted, eps, BS=power(how.splits), PRIOR=prior, **last, **tile,
+    )  # fmt: skip
     return y, *moments  # type: ignore[return-value]
 
 
@@ -90,9 +85,9 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
         x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split, **tile_of(shape, how, x.device)
     )  # fmt: skip
-    norm.filter_kernel[G, triton.cdiv(C, how.merge_channels)](
-        partial, count, None, None, None, mean, var, mean, var,
-        G, C, how.splits, 0, 0, 0, BS=power(how.splits), BC=how.merge_channels, PRIOR=False, **turns(x.device),
+    norm.observe_kernel[G, triton.cdiv(C, how.merge_channels)](
+        partial, count, mean, var, G, C, how.splits,
+        BS=power(how.splits), BC=how.merge_channels, **turns(x.device),
     )  # fmt: skip
     return mean, var
 
@@ -107,7 +102,7 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     moments: Sequence[Tensor],
-    gate: Tensor | None,
+    y: Tensor | None,
     statistics_batch_size: int,
     eps: float,
     relu: bool = False,
@@ -122,14 +117,13 @@ def backward(
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
     dx = torch.empty_like(x)
-    d_residual = None if gate is None else torch.empty_like(x)
+    d_residual = None if y is None else torch.empty_like(x)
     none: tuple[Sequence[int] | None, torch.dtype] = (None, torch.float32)
     to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
     to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
     rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
     tile = tile_of(shape, how, x.device)
-    last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and gate is None}
-    first = {"GATE": gate is not None, "BITS": gate is not None and gate.dtype == torch.uint8}
+    last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and y is None}
     settled = {
         "PRIOR": prior_mean is not None,
         "TO_BIAS": bias_rows > 0,
@@ -143,26 +137,23 @@ def backward(
     if how.splits == 0:
         launch, loop = (held.held_backward_kernel, ()) if how.held else (gradient.backward_kernel, (how.chunks,))
         launch[(G * blocks,)](
-            grad_y, x, gate, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
-            N, G, C, L, m, *loop, weight_row, bias_row, *predicted, eps, **first, **last, **settled, **tile,
+            grad_y, x, y, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
+            N, G, C, L, m, *loop, weight_row, bias_row, *predicted, eps,
+            RESIDUAL=y is not None, **last, **settled, **tile,
         )  # fmt: skip
     else:
         partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
-        line = torch.empty((2, G, C), device=x.device, dtype=torch.float32)
         grid = (blocks * how.splits * G,)
         share = how.splits, how.chunks, how.per_split
         gradient.backward_reduce_kernel[grid](
-            grad_y, x, gate, d_residual, partial, weight, bias, *moments[:2],
-            N, G, C, L, m, *share, weight_row, bias_row, eps, **first, **last, **tile,
-        )  # fmt: skip
-        gradient.backward_filter_kernel[G, triton.cdiv(C, how.merge_channels)](
-            partial, weight, prior_mean, prior_var, gain, *at, line,
-            N, G, C, L, m, how.splits, weight_row, *predicted, eps,
-            BS=power(how.splits), BC=how.merge_channels, WEIGHT=weight is not None, **settled, **turns(x.device),
+            grad_y, x, y, d_residual, partial, weight, bias, *moments[:2],
+            N, G, C, L, m, *share, weight_row, bias_row, eps, RESIDUAL=y is not None, **last, **tile,
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
-            grad_y if d_residual is None else d_residual, x, dx, weight, bias, *moments[:3], line,
-            N, G, C, L, m, *share, weight_row, bias_row, eps, **last, **tile,
+            grad_y if d_residual is None else d_residual, x, dx, partial,
+            weight, bias, prior_mean, prior_var, gain, *at,
+            N, G, C, L, m, *share, weight_row, bias_row, *predicted, eps,
+            BS=power(how.splits), **last, **settled, **tile,
         )  # fmt: skip
     fold(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = (room.result for room in rooms)
