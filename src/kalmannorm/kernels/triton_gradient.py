@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm.kernels.triton_norm import VARYING, load_row, place, tile_at, update_backward
+from kalmannorm.kernels.triton_norm import VARYING, load_prior, load_row, place, tile_at, update_backward
 from kalmannorm.kernels.triton_turns import in_turn
 
 
@@ -40,42 +40,55 @@ def store_row(pointer, at, value, mask, GIVEN: tl.constexpr):
 
 
 @triton.jit
-def settle(
-    sum_g, sum_gx, group, channel, in_c, mine, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+def load_filter(
+    group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-    N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    C, weight_row, prior_mean_row, prior_var_row, gain_step,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """All rows that `settle` needs, asked for together and early: waiting for them is what takes time."""
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
+    observed_var = load_row(observed_var_ptr, row, in_c, 1.0, PRIOR)
+    prior_mean, prior_var, q = load_prior(
+        prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
+    )  # fmt: skip
+    at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    at_observed_mean = load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    at_observed_var = load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    at = at_mean, at_var, at_observed_mean, at_observed_var
+    return mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at
+
+
+@triton.jit
+def settle(
+    sum_g, sum_gx, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at,
+    group, channel, mine, d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
-    wide = group.to(tl.int64)
-    row = wide * C + channel
-    rho = tl.rsqrt(tl.load(var_ptr + row, mask=in_c, other=1.0) + eps)
-    scale = rho * load_row(weight_ptr, wide * weight_row + channel, in_c, 1.0, WEIGHT)
+    row = group.to(tl.int64) * C + channel
+    scale = rho * weight
     sum_gx *= rho
     store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
     store_row(d_bias_ptr, row, sum_g, mine, BIAS)
-    at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR) - scale * sum_g
-    at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR) - 0.5 * scale * rho * sum_gx
+    at_mean, at_var, at_observed_mean, at_observed_var = at
+    at_mean -= scale * sum_g
+    at_var -= 0.5 * scale * rho * sum_gx
     if PRIOR:
         at_mean, at_var, at_prior_mean, at_prior_var, at_gain = update_backward(
-            at_mean,
-            at_var,
-            tl.load(observed_mean_ptr + row, mask=in_c, other=0.0),
-            tl.load(observed_var_ptr + row, mask=in_c, other=1.0),
-            tl.load(prior_mean_ptr + wide * prior_mean_row + channel, mask=in_c, other=0.0),
-            tl.load(prior_var_ptr + wide * prior_var_row + channel, mask=in_c, other=1.0),
-            tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5),
+            at_mean, at_var, observed_mean, observed_var, prior_mean, prior_var, q
         )
         store_row(d_prior_mean_ptr, row, at_prior_mean, mine, PRIOR)
         store_row(d_prior_var_ptr, row, at_prior_var, mine, PRIOR)
         store_row(d_gain_ptr, row, at_gain, mine, PRIOR)
     count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
-    at_mean += load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
-    at_var += load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
-    return 2.0 * at_var / count, at_mean / count
+    return 2.0 * (at_var + at_observed_var) / count, (at_mean + at_observed_mean) / count
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -99,11 +112,14 @@ def backward_kernel(
     group = tl.program_id(0) % G
     channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
-    row = group.to(tl.int64) * C + channel
-    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
-    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    rho = tl.rsqrt(var + eps)
+    scale = rho * weight
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
@@ -118,13 +134,9 @@ def backward_kernel(
         lanes_g += g
         lanes_gx += g * (x - mean[None, :])
     slope, constant = settle(
-        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0), group, channel, in_c, in_c,
-        weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
+        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     arriving_ptr = g_ptr
     if RESIDUAL:
@@ -206,24 +218,23 @@ def backward_apply_kernel(
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
-    row = group.to(tl.int64) * C + channel
-    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
-    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
-    share, plane = tl.arange(0, BS), tl.full([1], splits, tl.int64) * G * C
-    at = partial_ptr + (share.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
-    there = (share < splits)[:, None] & in_c[None, :]
-    slope, constant = settle(
-        tl.sum(tl.load(at, mask=there, other=0.0), 0), tl.sum(tl.load(at + plane, mask=there, other=0.0), 0),
-        group, channel, in_c, in_c & (split == 0), weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
+        C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    rho = tl.rsqrt(var + eps)
+    scale = rho * weight
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    share, plane = tl.arange(0, BS), tl.full([1], splits, tl.int64) * G * C
+    sums = partial_ptr + (share.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
+    there = (share < splits)[:, None] & in_c[None, :]
+    slope, constant = settle(
+        tl.sum(tl.load(sums, mask=there, other=0.0), 0), tl.sum(tl.load(sums + plane, mask=there, other=0.0), 0),
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c & (split == 0),
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
+    )  # fmt: skip
     start = split * chunks_per_split
     for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)

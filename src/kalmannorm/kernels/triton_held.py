@@ -11,11 +11,12 @@ import triton.language as tl
 
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_norm import VARYING, activated, load_row, tile_at
+from kalmannorm.kernels.triton_norm import VARYING, activated, load_prior, load_row, tile_at
 from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
 settle_gradient = gradient.settle
+load_filter = gradient.load_filter
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -40,15 +41,19 @@ def held_forward_kernel(
     held = tl.load(x_ptr + offset, mask=mask, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
+    prior_mean, prior_var, q = load_prior(
+        prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
+    )  # fmt: skip
+    weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total = (tl.minimum(N - group * m, m) * L).to(tl.float32)
     mean = tl.sum(held.to(tl.float32), 0) / total
     away = tl.where(mask, held.to(tl.float32) - mean[None, :], 0.0)
     mean, var = settle(
-        total, mean, tl.sum(away * away, 0), group, channel, in_c, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
+        total, mean, tl.sum(away * away, 0), prior_mean, prior_var, q, group, channel, in_c,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * weight
     z = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :]
     if RESIDUAL:
         z += residual.to(tl.float32)
@@ -81,11 +86,14 @@ def held_backward_kernel(
     g = tl.load(g_ptr + offset, mask=mask, other=0.0)
     if RESIDUAL:
         shut = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    row = group.to(tl.int64) * C + channel
-    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
-    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    rho = tl.rsqrt(var + eps)
+    scale = rho * weight
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     if RELU:
         shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :] <= 0.0
@@ -95,12 +103,8 @@ def held_backward_kernel(
         tl.store(d_residual_ptr + offset, g, mask=mask)
     slope, constant = settle_gradient(
         tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - mean[None, :]), 0),
-        group, channel, in_c, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
-        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-        N, C, L, m, weight_row, prior_mean_row, prior_var_row, gain_step, eps,
-        PRIOR, WEIGHT, TO_BIAS, AT_POSTERIOR, AT_OBSERVATION,
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     x = held.to(tl.float32)
     dx = scale[None, :] * g.to(tl.float32) + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]

@@ -107,10 +107,21 @@ def activated(z, RELU: tl.constexpr):
 
 
 @triton.jit
+def load_prior(
+    prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c,
+    prior_mean_row, prior_var_row, gain_step, PRIOR: tl.constexpr,
+):  # fmt: skip
+    """Prior mean and variance and the gain, to be asked for early: waiting for them is what takes time."""
+    wide = group.to(tl.int64)
+    prior_mean = load_row(prior_mean_ptr, wide * prior_mean_row + channel, in_c, 0.0, PRIOR)
+    prior_var = load_row(prior_var_ptr, wide * prior_var_row + channel, in_c, 1.0, PRIOR)
+    return prior_mean, prior_var, load_row(gain_ptr, channel * gain_step, in_c, 0.5, PRIOR)
+
+
+@triton.jit
 def settle(
-    total, mean, squared, group, channel, in_c, mine, prior_mean_ptr, prior_var_ptr, gain_ptr,
-    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    C, prior_mean_row, prior_var_row, gain_step, PRIOR: tl.constexpr,
+    total, mean, squared, prior_mean, prior_var, q, group, channel, mine,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR: tl.constexpr,
 ):  # fmt: skip
     """A group's observation and, after the filter, its posterior, both stored where `mine`; returns the posterior."""
     var = squared / total
@@ -118,9 +129,6 @@ def settle(
     tl.store(observed_mean_ptr + row, mean, mask=mine)
     tl.store(observed_var_ptr + row, var, mask=mine)
     if PRIOR:
-        q = tl.load(gain_ptr + channel * gain_step, mask=in_c, other=0.5)
-        prior_mean = tl.load(prior_mean_ptr + group.to(tl.int64) * prior_mean_row + channel, mask=in_c, other=0.0)
-        prior_var = tl.load(prior_var_ptr + group.to(tl.int64) * prior_var_row + channel, mask=in_c, other=1.0)
         mean, var = update(mean, var, prior_mean, prior_var, q)
     tl.store(mean_ptr + row, mean, mask=mine)
     tl.store(var_ptr + row, var, mask=mine)
@@ -145,6 +153,11 @@ def forward_kernel(
     group = tl.program_id(0) % G
     channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
+    prior_mean, prior_var, q = load_prior(
+        prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
+    )  # fmt: skip
+    weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     count = tl.zeros([BR], tl.float32)
     means = tl.zeros([BR, BC], tl.float32)
     squares = tl.zeros([BR, BC], tl.float32)
@@ -154,11 +167,10 @@ def forward_kernel(
         count, means, squares = welford(x, valid, count, means, squares)
     total, mean, squared = merge_lanes(count, means, squares)
     mean, var = settle(
-        total, mean, squared, group, channel, in_c, in_c, prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
+        total, mean, squared, prior_mean, prior_var, q, group, channel, in_c,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * weight
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
         mask = valid[:, None] & in_c[None, :]
@@ -248,13 +260,17 @@ def apply_kernel(
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
+    prior_mean, prior_var, q = load_prior(
+        prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
+    )  # fmt: skip
+    weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS)
     mean, var = settle(
-        total, mean, squared, group, channel, in_c, in_c & (split == 0), prior_mean_ptr, prior_var_ptr, gain_ptr,
-        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, prior_mean_row, prior_var_row, gain_step, PRIOR,
+        total, mean, squared, prior_mean, prior_var, q, group, channel, in_c & (split == 0),
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
-    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    scale = tl.rsqrt(var + eps) * weight
     start = split * chunks_per_split
     for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
         offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
