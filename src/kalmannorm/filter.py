@@ -35,10 +35,10 @@ def update(prior: Moments, observation: Moments, gain: Tensor) -> Moments:
     """
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
-    mean = torch.addcmul(prior.mean, trust, surprise)
+    mean = torch.lerp(prior.mean, observation.mean, trust)
     if prior.cov is None or observation.cov is None:
-        seen = torch.addcmul(observation.var, doubt, surprise.square())
-        return Moments(mean, torch.addcmul(doubt * prior.var, trust, seen))
+        seen = torch.addcmul(observation.var, doubt * surprise, surprise)
+        return Moments(mean, torch.lerp(prior.var, seen, trust))
     outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
     cov = doubt * prior.cov + trust * observation.cov + trust * doubt * outer
     return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)
@@ -51,8 +51,9 @@ def update_backward(
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
     lever = surprise * grad.var
-    observation_mean = trust * torch.addcmul(grad.mean, doubt, lever, value=2)
-    at_gain = surprise * torch.addcmul(grad.mean, doubt - trust, lever)
+    pull = torch.addcmul(grad.mean, doubt, lever, value=2)
+    observation_mean = trust * pull
+    at_gain = (pull - lever).mul_(surprise)  # pull - lever = dmean + (1 - 2q) d dvar
     return (
         Moments(grad.mean - observation_mean, doubt * grad.var),
         Moments(observation_mean, trust * grad.var),

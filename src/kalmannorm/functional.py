@@ -18,7 +18,7 @@ from kalmannorm.checks import (
     check_residual,
     positive_int,
 )
-from kalmannorm.groups import group_size, statistics_dtype
+from kalmannorm.groups import cast, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
 
@@ -52,8 +52,8 @@ def normalize(
         mean = var = gain = None
     else:
         dtype = statistics_dtype(x)
-        mean, var = prior.mean.to(dtype), prior.var.to(dtype)
-        gain = None if gain is None else gain.to(dtype)
+        mean, var = cast(prior.mean, dtype), cast(prior.var, dtype)
+        gain = None if gain is None else cast(gain, dtype)
     x = x.contiguous(memory_format=op.memory_format_of(x))
     y, *moments = op.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
     return y, Moments(*moments[:2]), Moments(*moments[2:])

@@ -22,6 +22,11 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t.to(dtype)`, without the way there where nothing has to be done."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def group_size(examples: int, statistics_batch_size: int | None) -> int:
     """Examples per group: the statistics batch, or the whole batch where none is set."""
     return statistics_batch_size or examples
