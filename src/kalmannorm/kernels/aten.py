@@ -20,7 +20,7 @@ from kalmannorm.groups import cast, group_size, group_sizes, statistics_dtype
 from kalmannorm.moments import Moments
 
 FAR = 8.0
-"""Deviations between x̄ and 0 up to which a x + b is as good as a (x - x̄) + c: it loses as many roundings."""
+"""Deviations between x̄ and 0 up to which a x + b may stand for a (x - x̄) + c: there it is right to 10⁻⁶."""
 EACH = 0  # no reduction, as losses number it
 _ops: Any = torch.ops.aten
 
@@ -40,7 +40,6 @@ class Slabs:
         self.row = (-1, 1, self.channels) if self.last else (-1, 1, self.channels, 1)
         self.whole = self.examples // self.size
         self.ragged = self.whole > 0 and self.examples % self.size > 0
-        # As one example with a channel for every row, both sums are one pass of PyTorch's native batch-norm backward.
         self.native = not self.last and x.device.type == "cpu"
 
     def parts(self, x: Tensor) -> list[Tensor]:
@@ -92,6 +91,7 @@ class Slabs:
         sums, products = [], []
         for g, values, mean, each in zip(grads, parts, self.rows(mean_GC), scratch, strict=False):
             if self.native:
+                # One example with a channel for every row: PyTorch's batch-norm backward has both sums in one pass.
                 rows, flat = values.shape[:3], (1, -1, self.positions)
                 centre = mean.squeeze(3).expand(rows).reshape(-1)
                 _, product, total = _ops.native_batch_norm_backward(
