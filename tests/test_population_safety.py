@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_progress_is_shown_where_wanted_and_on_a_terminal_alone(capsys, monkeypa
 def test_what_is_only_looked_at_launches_nothing(monkeypatch):
     """Where one launch can move the buffers, as on a GPU, a recalibration still sees each batch and moves none."""
     launched = []
-    monkeypatch.setattr(tracking, "tracking_for", lambda rows: lambda *args, **options: launched.append(args))
+    monkeypatch.setattr(tracking, "tracking_for", lambda rows: SimpleNamespace(track=launched.append))
     model, x = (
         nn.Sequential(BatchKalmanNorm2d(3), GhostBatchNorm2d(3, statistics_batch_size=2)),
         torch.randn(4, 3, 5, 5),

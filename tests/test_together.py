@@ -291,7 +291,23 @@ def test_the_same_is_computed_once(monkeypatch):
     assert [each.a.numel() for each in bundle.stages[0].elementwise] == [4]
 
 
-def test_scales_and_shifts_get_their_gradient_from_one_place():
+@pytest.fixture
+def passing(monkeypatch):
+    """As on CUDA."""
+    monkeypatch.setattr(bundle_aten, "PASSES", True)
+
+
+@every
+def test_equals_one_by_one_where_scales_and_shifts_pass(case, passing, one_by_one):
+    model, x = prepared(case)
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
+def test_gradients_of_gradients_where_scales_and_shifts_pass(passing, one_by_one):
+    test_gradients_of_gradients("residual blocks", one_by_one)
+
+
+def test_scales_and_shifts_get_their_gradient_from_one_place(passing):
     """Those of a norm that others believe: to autograd what it normalizes with and what they believe is one result."""
     model, x = prepared("residual blocks")
     read = {}

@@ -59,10 +59,10 @@ class Part:
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int]) -> list[Part]:
     """`measure` tells how many entries a step has that no bundle can do."""
     works = {i: work for i in _needed(program, calls) if (work := work_of(program, i)) is not None}
-    # Of equal length: a short one at the end of a net, where weights are large, would hold the gradients of all of them
-    # at a time when most of what the forward kept is still there.
-    size = -(-len(calls) // max(-(-len(calls) // TOGETHER), 1)) or 1
-    chunks = [calls[i : i + size] for i in range(0, len(calls), size)]
+    # The first one may be short. At the end of a net, where weights are large, a short one would hold the gradients of
+    # all of them at a time when most of what the forward kept is still there.
+    first = len(calls) % TOGETHER or TOGETHER
+    chunks = [calls[:first], *(calls[i : i + TOGETHER] for i in range(first, len(calls), TOGETHER))]
     owner: dict[int, int] = {}  # of steps that compute something: the first chunk that needs them
     wanted: list[dict[int, None]] = [{} for _ in chunks]
     for number, chunk in enumerate(chunks):

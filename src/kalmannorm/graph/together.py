@@ -215,7 +215,7 @@ def _listed(results: Sequence[tuple[Tensor, Tensor]], gains: Sequence[Tensor]) -
 
 
 class _Bundled(torch.autograd.Function):
-    """Means, variances, gains, and what is passed: γ and β as they are.
+    """Means, variances, gains, and what is passed where the kernels add up its gradients: γ and β as they are.
 
     Gradients that did not arrive are None, and what they alone would have reached gets none either.
     """
@@ -228,7 +228,7 @@ class _Bundled(torch.autograd.Function):
         ctx.sizes = [len(left) for left in values.left]
         left = [tensor for each in values.left for tensor in each]
         ctx.save_for_backward(*tensors, values.entries, *left)
-        passed = (tensors[place].detach() for place in bundle.passed)
+        passed = (tensors[place].detach() for place in bundle.passed if run.PASSES)
         return *_listed(run.results(bundle, values), values.gains), *passed
 
     @staticmethod
@@ -240,9 +240,11 @@ class _Bundled(torch.autograd.Function):
         nothing = [None] * 3
         with full_precision(entries.device), on_device_of(entries):
             if torch.is_grad_enabled():
-                spelt_out: Callable[..., list[Tensor]] = lambda *tensors: bundle_aten.spelt_out(  # noqa: E731
-                    bundle, tensors, ctx.dtype, entries.device
-                )
+                passed = bundle.passed[: len(at_passed)]
+                spelt_out: Callable[..., list[Tensor]] = lambda *tensors: [  # noqa: E731
+                    *bundle_aten.spelt_out(bundle, tensors, ctx.dtype, entries.device),
+                    *(tensors[place] for place in passed),
+                ]
                 at_logits = [
                     grad if grad is None or grad.numel() == gain.logits else grad.sum().view(tensors[gain.logit].shape)
                     for gain, grad in zip(bundle.gains, at_gains, strict=True)

@@ -46,6 +46,9 @@ def _with_slope(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 Where = slice | Tensor
 """Entries: neighbours, or an index on the device."""
+PASSES = False
+"""Whether what a bundle passes shall pass through it: elsewhere a gradient more is one of many in a kernel, here it
+would be another operation."""
 Tensors = Sequence[Tensor]
 Left = tuple[Tensor | None, ...]
 _NONE: Left = ()
@@ -244,7 +247,7 @@ def backward(
         for each, work in reversed(elementwise):
             _function_gradient(each.function, work, entries, grads, left.pop())
     _leaf_gradients(bundle, tensors, grads, found)
-    for place, grad in zip(bundle.passed, at_passed, strict=True):
+    for place, grad in zip(bundle.passed, at_passed, strict=False):
         more = found[place]
         found[place] = more if grad is None else grad if more is None else more + grad
     _gain_gradients(bundle, tensors, at_gains, found)
@@ -327,7 +330,7 @@ def _gain_gradients(bundle: Bundle, tensors: Tensors, at: Sequence[Tensor | None
 
 
 def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Means and variances of the results, gains, the passed, in operations that autograd follows to any order."""
+    """Means and variances of the results, then the gains, in operations that autograd follows to any order."""
     entries = _leaves(bundle, tensors, dtype, device)
     ready = _ready(bundle, device)
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
@@ -337,8 +340,8 @@ def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torc
             m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
             entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
     found = [_taken(entries, where).unsqueeze(1) for where in ready.results]
-    more = [gain_of(tensors[gain.logit]) for gain in bundle.gains] + [tensors[place] for place in bundle.passed]
-    return [pair[0] for pair in found] + [pair[1] for pair in found] + more
+    gains = [gain_of(tensors[gain.logit]) for gain in bundle.gains]
+    return [pair[0] for pair in found] + [pair[1] for pair in found] + gains
 
 
 def _one(each: Elementwise | Layer, given: list[Moments], tensors: Tensors, dtype: torch.dtype) -> Moments:

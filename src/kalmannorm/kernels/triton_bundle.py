@@ -28,6 +28,7 @@ from kalmannorm.moments.closed import nodes_and_weights
 
 BLOCK = 128
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PASSES = True
 KEPT = 4
 """Sets of weights whose tables are kept, the last ones used."""
 

@@ -55,13 +55,14 @@ def check(case: Case, contender: Contender) -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Convolutions without TF32, whose eleven bits would hide an error of a thousandth."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    """Convolutions as sums of products. TF32's eleven bits would hide an error of a thousandth, and the fast transforms
+    that cuDNN may choose instead are off by enough to move a deep net's gradients by half of them."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        torch.backends.cudnn.enabled = before
 
 
 def _check_step(trial: Contender) -> float:
