@@ -149,6 +149,17 @@ def test_programs_may_come_in_any_order():
         assert all(torch.equal(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
 
 
+def test_a_count_that_was_left_is_not_for_good():
+    """As when two streams moved one model's statistics at a time."""
+    sizes = [SIZES["several blocks, the last not full"], SIZES["ragged"]]
+    norms = ghosts(sizes)
+    norms.run(inputs_of(sizes))
+    for table in norms.tables.values():
+        table.arrived.fill_(1)
+    norms.run(inputs_of(sizes, 1))
+    norms.assert_alike()
+
+
 def test_the_same_bits_every_time():
     sizes = list(SIZES.values())
     one, other = ghosts(sizes), ghosts(sizes)

@@ -19,6 +19,8 @@ LONGEST = 2048
 """Positions of a group that one program goes through twice, in channels_last; more are shared by several."""
 ON_CHIP = 32768
 """Values of a slab that one program may read twice, in contiguous x: 64 KiB in half precision."""
+STAGES = 3
+"""Of loops: what is computed, and two tiles on their way into shared memory."""
 MOST_SPLITS = 256
 """Shares of a group, which one program merges."""
 
@@ -56,7 +58,6 @@ class Launch(NamedTuple):
     splits: int
     chunks: int
     warps: int = 4
-    stages: int = 3
 
     @property
     def held(self) -> bool:
@@ -102,7 +103,7 @@ def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: b
     programs = _programs(shape, BC)
     if programs >= 8 * processors or (programs >= 0.9 * processors and shape.slab * BC <= ON_CHIP):
         return launch_of(shape, BR, BC, 0)
-    return _streamed(shape, BR, widest, processors, 8)
+    return _streamed(shape, BR, widest, processors, each=8, least=4, warps=4)
 
 
 def observing(shape: Shape, processors: int) -> Launch:
@@ -113,7 +114,7 @@ def observing(shape: Shape, processors: int) -> Launch:
 
 def _streamed_last(shape: Shape, processors: int) -> Launch:
     BC = min(power(shape.C), 32)
-    return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, 4, warps=8)
+    return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, each=4, least=8, warps=8)
 
 
 def _forward_last(shape: Shape, processors: int) -> Launch | None:
@@ -157,11 +158,11 @@ def _programs(shape: Shape, BC: int) -> int:
     return shape.groups * -(-shape.C // BC)
 
 
-def _streamed(shape: Shape, BR: int, BC: int, processors: int, each: int, warps: int = 4) -> Launch:
-    """So many programs for each processor, where they have some chunks to do; at least two."""
+def _streamed(shape: Shape, BR: int, BC: int, processors: int, *, each: int, least: int, warps: int) -> Launch:
+    """So many programs for each processor, where they have at least so many chunks to do; but two in any case."""
     programs = _programs(shape, BC)
     chunks = launch_of(shape, BR, BC, 0).chunks
-    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // warps))
+    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // least))
     return launch_of(shape, BR, BC, min(splits, MOST_SPLITS), warps)
 
 

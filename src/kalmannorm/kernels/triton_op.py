@@ -17,7 +17,16 @@ from torch import Tensor
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_held as held
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, observing, power, processors_of, shape_of
+from kalmannorm.kernels.triton_launch import (
+    STAGES,
+    Launch,
+    Shape,
+    launch_for,
+    observing,
+    power,
+    processors_of,
+    shape_of,
+)
 from kalmannorm.kernels.triton_turns import turns
 
 
@@ -165,7 +174,7 @@ def backward(
 
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
-    return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
+    return tile | turns(device) | ({} if how.held else {"STAGES": STAGES})
 
 
 class Room(NamedTuple):

@@ -1,4 +1,4 @@
-"""The running statistics of many norms moved in two launches: their rows are laid side by side, and one kernel finds
+"""The running statistics of many norms moved in few launches: their rows are laid side by side, and one kernel finds
 each norm through a table of sizes and addresses.
 
 Buffers lie where they lay a step before, so a table is written once and kept. While a CUDA graph is captured nothing

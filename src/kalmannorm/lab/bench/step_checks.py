@@ -55,8 +55,8 @@ def check(case: Case, contender: Contender) -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Convolutions as sums of products. TF32's eleven bits would hide an error of a thousandth, and the fast transforms
-    that cuDNN may choose instead are off by enough to move a deep net's gradients by half of them."""
+    """Convolutions as plain sums of products: TF32's eleven bits would hide an error of a thousandth, and so might any
+    other short cut that cuDNN may choose."""
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
