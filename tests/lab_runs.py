@@ -15,11 +15,15 @@ from kalmannorm.lab.records import Run
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
 
+def launcher(ranks: int) -> list[str]:
+    """Python, on so many ranks."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+
+
 def command(*arguments: str, ranks: int = 1) -> list[str]:
-    start = (
-        ["-m"] if ranks == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone", "-m"]
-    )
-    return [sys.executable, *start, "kalmannorm", *arguments]
+    return [*launcher(ranks), "-m", "kalmannorm", *arguments]
 
 
 def kalmannorm(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 
-from lab_runs import kalmannorm, losses, weights
+from lab_runs import ENVIRONMENT, kalmannorm, launcher, losses, weights
 
 SETTING = [
     "--setting",
@@ -48,3 +50,24 @@ def test_same_loss_curve(in_one_pass, case, tmp_path, ranks, options):
     expected = weights(in_one_pass)
     for name, value in weights(folder).items():  # running statistics and their counts, too
         torch.testing.assert_close(value, expected[name], rtol=10 * tolerance, atol=10 * tolerance, msg=name)
+
+
+ENDS = """
+import atexit, os, pathlib
+from torch import distributed
+left = pathlib.Path(os.environ["RANK"])
+atexit.register(lambda: left.write_text(str(distributed.is_initialized())))  # handlers run last to first
+import torch
+from kalmannorm.lab.device import launched
+from kalmannorm.lab.recipe import Execution, Recipe
+launched(Recipe(), Execution(device="cpu")).all_reduce(torch.ones(3))
+"""
+
+
+def test_ranks_part_before_python_ends(tmp_path):
+    """Else a thread of gloo's may abort a rank that has finished."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    command = [*launcher(2), "ends.py"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["False", "False"]

@@ -7,12 +7,15 @@ is used, so the loop in `train.py` reads as plain PyTorch.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.fabric import DDPStrategy, Fabric
@@ -52,6 +55,8 @@ def launched(recipe: Recipe, execution: Execution) -> Fabric:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         # Statistics are joined by `accumulate_statistics`, so rank 0 need not send its buffers before each forward.
         strategy = DDPStrategy(broadcast_buffers=False)
+        if not distributed.is_initialized():  # a group that is already there is its maker's to part
+            atexit.register(_part)
         fabric = Fabric(
             accelerator=device.type, strategy=strategy, devices=here, num_nodes=ranks // here, precision=precision
         )
@@ -60,6 +65,17 @@ def launched(recipe: Recipe, execution: Execution) -> Fabric:
         fabric = Fabric(accelerator=device.type, devices=devices, precision=precision)
     fabric.launch()
     return fabric
+
+
+def _part() -> None:
+    """The end of the ranks' group, while Python is still there.
+
+    A thread of gloo's that lets go of its last tensor after the interpreter has ended aborts the process, and torchrun
+    calls the whole run failed.
+    """
+    if distributed.is_initialized():
+        gc.collect()  # a model under DDP, which lies in cycles, holds the group as well
+        distributed.destroy_process_group()
 
 
 @contextmanager
