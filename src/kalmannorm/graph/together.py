@@ -187,7 +187,8 @@ def _spread(part: Part, context: Context, results: Results) -> None:
     for call in part.calls:
         size, given = _groups(call.norm, context.examples), results.given[call.identity]
         moments, gain, affine = given
-        if size > 1 and moments is not None and all(row is None or row.dtype == gain.dtype for row in affine):
+        alike = all(row is None or row.dtype == gain.dtype for row in affine)
+        if size > 1 and alike and moments is not None and gain.numel() == moments.mean.numel():
             calls.append(call.identity)
             groups += [size] * (3 + sum(row is not None for row in affine))
             rows += [moments.mean, moments.var, gain, *affine]
@@ -196,10 +197,10 @@ def _spread(part: Part, context: Context, results: Results) -> None:
         return
     made = iter(Spread.apply(groups, *there))  # type: ignore[no-untyped-call]
     spread = [None if row is None else next(made) for row in rows]
-    for i, call in enumerate(calls):
-        mean, var, gain, weight, bias = spread[5 * i : 5 * i + 5]
-        assert mean is not None and var is not None and gain is not None
-        results.given[call] = Given(Moments(mean, var), gain, (weight, bias))
+    for i, identity in enumerate(calls):
+        mean, var, trust, weight, bias = spread[5 * i : 5 * i + 5]
+        assert mean is not None and var is not None and trust is not None
+        results.given[identity] = Given(Moments(mean, var), trust, (weight, bias))
 
 
 def _groups(norm: Any, examples: int) -> int:
