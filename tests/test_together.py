@@ -348,3 +348,26 @@ def test_other_batches_and_modes_take_one_row(passing, one_by_one):
         assert_same(step(model, part), one_by_one(step, model, part))
     set_inference(model.eval(), "example")
     assert_same(step(model, x), one_by_one(step, model, x))
+
+
+class Frozen(nn.Module):
+    """A backbone without gradients, in training mode, and a head that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv0, self.norm0 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.conv3, self.norm3 = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu())).relu()
+        return self.norm3(self.conv3(self.norm2(self.conv2(x)).relu()))
+
+
+def test_a_part_without_gradients_leaves_them_to_the_others(one_by_one):
+    model, x = converted(Frozen(), IMAGE).double(), torch.randn(IMAGE).double()
+    found = step(model, x)
+    assert_same(found, one_by_one(step, model, x))
+    assert found["norm2.gain_logit"] is not None and found["norm3.gain_logit"] is not None

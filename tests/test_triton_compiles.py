@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +28,18 @@ from kalmannorm.kernels.move import Move  # noqa: E402
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
 
+class Compiled(dict):
+    """The assembly of kernels, by name, and the most shared memory that each takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = {}
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """Launches compile and do nothing else; the assembly of each, by the name of its kernel."""
-    assembly: dict[str, str] = {}
+    assembly = Compiled()
 
     def compile_only(self, *args, grid, warmup, num_warps=4, **kwargs):
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -49,6 +59,7 @@ def compiled(monkeypatch):
         architecture = 90 if kwargs.get("launch_pdl") else 80
         kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
         assembly[self.__name__] = kernel.asm["ptx"]
+        assembly.shared[self.__name__] = max(kernel.metadata.shared, assembly.shared.get(self.__name__, 0))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     return assembly
@@ -87,6 +98,20 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     assert compiled.keys() == expected | {"fold_kernel"}
 
 
+def test_every_kernel_waits_for_its_turn():
+    """It is the first statement of each: nothing is touched before."""
+    waiting = set()
+    for path in sorted(Path(triton_op.__file__).parent.glob("triton_*.py")):
+        for function in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
+                first = next(
+                    each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant)
+                )
+                assert ast.unparse(first) == "in_turn(PDL)", function.name
+                waiting.add(function.name)
+    assert len(waiting) > 20
+
+
 def test_launches_that_overlap_wait_first(compiled, monkeypatch):
     """On Hopper: nothing is read before the launch before is done."""
     monkeypatch.setattr(triton_op, "turns", lambda device: {"PDL": True, "launch_pdl": True})
@@ -100,6 +125,33 @@ def test_launches_that_overlap_wait_first(compiled, monkeypatch):
                 assembly.find(access) for access in ("ld.global", "st.global", "cp.async") if access in assembly
             )
             assert -1 < assembly.find("griddepcontrol.wait") < first
+
+
+SMALLEST = 99 * 1024
+"""Shared memory that a program may have on consumer GPUs since Ampere."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "m"),
+    {
+        "held": ((8, 256, 28, 28), 2),
+        "wide": ((32, 1024, 28, 28), 2),
+        "narrow": ((128, 16, 32, 32), 2),
+        "streamed": ((4, 256, 56, 56), 4),
+    }.values(),
+    ids=["held", "wide", "narrow", "streamed"],
+)
+def test_shared_memory_of_what_is_chosen(shape, m, dtype, compiled, monkeypatch):
+    monkeypatch.setattr(triton_op, "processors_of", lambda x: 132)
+    C = shape[1]
+    x = torch.empty(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    filtered, affine = (torch.zeros(1, C), torch.ones(1, C), torch.ones(C)), (torch.ones(C), torch.zeros(C))
+    y, *moments = triton_op.forward(x, *filtered, *affine, m, 1e-5, x, True)
+    triton_op.backward(x, [None] * 4, x, *filtered, affine[0], None, moments, y, m, 1e-5, True, 1)
+    triton_op.observe(x, m)
+    assert {"reduce_kernel", "observe_kernel"} < compiled.shared.keys()
+    assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared
 
 
 def move(kind, groups, observes):

@@ -79,6 +79,8 @@ class TrackedNorm(_NormBase):
         if kernels is None:
             self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
             return
+        # Without the graph, which what waits for the end of a forward would keep when that end never comes.
+        posterior, observation = (Moments(rows.mean.detach(), rows.var.detach()) for rows in (posterior, observation))
         move = self._move_by(posterior, observation, examples, size, values)
         if self.wire is None or not self.wire.postpone(move, kernels):
             with on_device_of(posterior.mean):

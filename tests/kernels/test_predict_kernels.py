@@ -7,7 +7,7 @@ import torch
 from poisoned import DEVICE, poison
 
 from kalmannorm import BatchKalmanNorm1d, Moments, transition
-from kalmannorm.kernels import triton_predict
+from kalmannorm.kernels import dispatch, triton_predict
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
 
@@ -121,3 +121,10 @@ def test_a_layer_trains_as_without_the_kernels(m, launches, monkeypatch):
     monkeypatch.setattr(transition, "predicting_for", lambda *tensors: None)
     for a, b in zip(found, trained(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="elsewhere nothing is for the kernels")
+def test_a_noise_for_each_channel_is_not_for_the_kernels():
+    tensors = tensors_of(2, 5, 4, True)
+    assert dispatch.predicting_for(*tensors) is triton_predict
+    assert dispatch.predicting_for(*tensors[:3], torch.ones(5, device=DEVICE), tensors[4]) is None

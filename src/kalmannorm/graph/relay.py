@@ -205,7 +205,8 @@ class Relay:
             memo = self.state.memo
         if memo is None:
             return {}
-        index = x.device.index  # a model may lie on several devices
+        # A model may lie on several devices; and what was computed without gradients has none to give.
+        index = x.device.index, torch.is_grad_enabled()
         if index not in memo:
             together = memo is self.state.memo and not learned and closed.applicable()
             memo[index] = Results() if together else {}

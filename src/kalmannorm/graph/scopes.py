@@ -12,8 +12,8 @@ from kalmannorm.graph.postponed import Postponed
 from kalmannorm.graph.segment import Segment
 from kalmannorm.moments import Moments
 
-Memo = dict[int | None, dict[int, Any]]
-"""Results of the program's steps, for each device."""
+Memo = dict[tuple[int | None, bool], dict[int, Any]]
+"""Results of the program's steps, for each device, with and without gradients."""
 
 
 @dataclass

@@ -21,8 +21,9 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0:
         return aten
     # Inside a group the kernels count in 32 bits; where a group begins, in 64.
-    group = group_size(x.shape[0], statistics_batch_size) * (x.numel() // (x.shape[0] * x.shape[1]))
-    return (fused(x.device.index) if group < 2**31 else None) or aten
+    examples = min(group_size(x.shape[0], statistics_batch_size), x.shape[0])
+    group = examples * (x.numel() // (x.shape[0] * x.shape[1]))
+    return (fused(x.device.index) if group < 2**31 - 2**13 else None) or aten  # a tile may reach beyond the end
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:
@@ -38,14 +39,14 @@ def tracking_for(rows: Tensor) -> ModuleType | None:
 
 def predicting_for(*tensors: Tensor) -> ModuleType | None:
     """`triton_predict`, where it can read all of these; it is no op either."""
-    mean, _, matrix, *_ = tensors
+    mean, _, matrix, noise, _ = tensors
     if torch.compiler.is_compiling() or mean.device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
         return None
     plain = (Tensor, torch.nn.Parameter)
     if any(type(t) not in plain or t.dtype != torch.float32 or t.device != mean.device for t in tensors):
         return None
-    # Shares of gradients are counted in 32 bits.
-    if 2 * mean.numel() * matrix.shape[0] >= 2**31 or fused(mean.device.index) is None:
+    # They know one noise for all channels, and count shares of gradients in 32 bits.
+    if noise.numel() > 1 or 2 * mean.numel() * matrix.shape[0] >= 2**31 or fused(mean.device.index) is None:
         return None
     from kalmannorm.kernels import triton_predict
 

@@ -72,7 +72,8 @@ def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> 
     key = value, device
     if key not in bundle.tables:
         with torch.inference_mode(False):
-            bundle.tables[key] = torch.full((max(bundle.entries, size),), value, device=device)
+            most = max(bundle.entries, size, *(gain.channels for gain in bundle.gains))
+            bundle.tables[key] = torch.full((most,), value, device=device)
     constant: Tensor = bundle.tables[key]
     return constant[:size]
 

@@ -61,14 +61,18 @@ def load_filter(
     at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
     at_observed_mean = load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
     at_observed_var = load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
-    at = at_mean, at_var, at_observed_mean, at_observed_var
-    return mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at
+    # One by one: tuples inside tuples are more than Triton 3.2 takes.
+    return (
+        mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q,
+        at_mean, at_var, at_observed_mean, at_observed_var,
+    )  # fmt: skip
 
 
 @triton.jit
 def settle(
-    sum_g, sum_gx, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at,
-    group, channel, mine, d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    sum_g, sum_gx, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q,
+    at_mean, at_var, at_observed_mean, at_observed_var, group, channel, mine,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
@@ -77,7 +81,6 @@ def settle(
     sum_gx *= rho
     store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
     store_row(d_bias_ptr, row, sum_g, mine, BIAS)
-    at_mean, at_var, at_observed_mean, at_observed_var = at
     at_mean -= scale * sum_g
     at_var -= 0.5 * scale * rho * sum_gx
     if PRIOR:
@@ -112,7 +115,7 @@ def backward_kernel(
     group = tl.program_id(0) % G
     channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
     in_c = channel < C
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -135,7 +138,8 @@ def backward_kernel(
         lanes_gx += g * (x - mean[None, :])
     slope, constant = settle(
         tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c,
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     arriving_ptr = g_ptr
@@ -218,7 +222,7 @@ def backward_apply_kernel(
     group, split, block = place(C, splits, BC)
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -232,7 +236,8 @@ def backward_apply_kernel(
     there = (share < splits)[:, None] & in_c[None, :]
     slope, constant = settle(
         tl.sum(tl.load(sums, mask=there, other=0.0), 0), tl.sum(tl.load(sums + plane, mask=there, other=0.0), 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c & (split == 0),
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        group, channel, in_c & (split == 0),
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     start = split * chunks_per_split

@@ -86,7 +86,7 @@ def held_backward_kernel(
     g = tl.load(g_ptr + offset, mask=mask, other=0.0)
     if RESIDUAL:
         shut = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -103,7 +103,8 @@ def held_backward_kernel(
         tl.store(d_residual_ptr + offset, g, mask=mask)
     slope, constant = settle_gradient(
         tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - mean[None, :]), 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at, group, channel, in_c,
+        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     x = held.to(tl.float32)

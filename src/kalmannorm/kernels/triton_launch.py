@@ -93,8 +93,7 @@ def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: b
     if shape.channels_last:
         found = (_backward_last if backward else _forward_last)(shape, processors)
         if found is None:
-            BC = min(power(shape.C), 32)
-            return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, 4, warps=8)
+            return _streamed_last(shape, processors)
         return launch_of(shape, found.BR // 2, *found[1:3], found.warps) if wide and not found.held else found
     BR = min(power(shape.L), 1024)
     BC = widest = min(max(2048 // BR, 1), power(shape.C), 16)
@@ -104,6 +103,17 @@ def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: b
     if programs >= 8 * processors or (programs >= 0.9 * processors and shape.slab * BC <= ON_CHIP):
         return launch_of(shape, BR, BC, 0)
     return _streamed(shape, BR, widest, processors, 8)
+
+
+def observing(shape: Shape, processors: int) -> Launch:
+    """For the first of the streamed launches alone: tiles that are copied ahead, however small a group is."""
+    how = _streamed_last(shape, processors) if shape.channels_last else launch_for(shape, processors)
+    return how._replace(splits=max(how.splits, 1))
+
+
+def _streamed_last(shape: Shape, processors: int) -> Launch:
+    BC = min(power(shape.C), 32)
+    return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, 4, warps=8)
 
 
 def _forward_last(shape: Shape, processors: int) -> Launch | None:

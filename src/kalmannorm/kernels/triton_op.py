@@ -17,7 +17,7 @@ from torch import Tensor
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_held as held
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, power, processors_of, shape_of
+from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, observing, power, processors_of, shape_of
 from kalmannorm.kernels.triton_turns import turns
 
 
@@ -73,10 +73,9 @@ def forward(
 
 
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
-    """As `aten.observe`: the first two of the streamed launches."""
+    """As `aten.observe`: the first of the streamed launches, and one that merges the shares."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x), wide=x.dtype == torch.float32)
-    how = how._replace(splits=max(how.splits, 1))
+    how = observing(shape, processors_of(x))
     N, C, L, m, _ = shape
     G = shape.groups
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))

@@ -149,6 +149,12 @@ def predict_fold_kernel(
 
 
 @functools.cache
+def roomy(device: torch.device) -> bool:
+    """Whether tiles of 64 × 64, in stages, fit the shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17
+
+
+@functools.cache
 def precision_on(device: torch.device) -> str:
     """Of products: where tensor cores take three of TF32 for one, those are as good as float32's own, and faster."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
@@ -185,7 +191,7 @@ def backward(
     """Gradients of mean, var, A if it is asked for, noise, and the logit if one arrives at the gain."""
     (G, P), C = mean.shape, matrix.shape[0]
     BG = 1 if G == 1 else min(max(power(G), 16), 32)
-    wide = C * P >= 64 * 64 * 132
+    wide = C * P >= 64 * 64 * 132 and roomy(mean.device)
     BC, BP = (min(max(power(size), 16), 64 if wide else 32) for size in (C, P))
     blocks = triton.cdiv(C, BC)
     shares = torch.empty((2, blocks, G, P), device=mean.device, dtype=torch.float32)

@@ -108,6 +108,7 @@ def track_together(moves: Sequence[Move], tables: dict[Any, Table]) -> None:
             continue
         rows = torch.cat([rows.reshape(-1) for move in each for rows in move.rows()])
         scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
+        table.arrived.zero_()  # as it is already, unless two streams have moved one model's statistics at a time
         track_together_kernel[(table.work.shape[0],)](
             rows, table.table, table.work, scratch, table.arrived, **table.options, **turns(rows.device)
         )
