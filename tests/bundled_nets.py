@@ -114,9 +114,9 @@ def bundles(model, x, monkeypatch):
     found = []
     original = Together._outputs
 
-    def outputs(self, number, tensors, context):
+    def outputs(self, number, run, tensors, context):
         found.append((self.parts[number].bundle, [tensor.detach().clone() for tensor in tensors]))
-        return original(self, number, tensors, context)
+        return original(self, number, run, tensors, context)
 
     with monkeypatch.context() as patch:
         patch.setattr(Together, "_outputs", outputs)

@@ -307,22 +307,47 @@ def test_gradients_of_gradients_where_scales_and_shifts_pass(passing, one_by_one
     test_gradients_of_gradients("residual blocks", one_by_one)
 
 
+def given(model, name):
+    """What a norm of the model is given with its prior, from the next forward on."""
+    read, norm = [], model.get_submodule(name)
+    run = norm._train_alone
+    norm._train_alone = lambda x, prior, *args: read.append(prior) or run(x, prior, *args)
+    return read
+
+
 def test_scales_and_shifts_get_their_gradient_from_one_place(passing):
     """Those of a norm that others believe: to autograd what it normalizes with and what they believe is one result."""
-    model, x = prepared("residual blocks")
-    read = {}
-    for name in ("norm1", "norm3", "norm4"):
-        norm = model.get_submodule(name)
-        norm._train_alone = lambda x, prior, *args, name=name, run=norm._train_alone: (
-            read.update({name: prior.affine}) or run(x, prior, *args)
-        )
+    model, x = prepared("residual blocks", statistics_batch_size=4)
+    read = {name: given(model, name) for name in ("norm1", "norm3", "norm4")}
     model(x).sum().backward()
-    assert read["norm4"] == (None, None)  # nobody believes the last one
+    assert read["norm4"][0].affine == (None, None)  # nobody believes the last one
     for name in ("norm1", "norm3"):
         norm = model.get_submodule(name)
-        for parameter, passed in zip((norm.weight, norm.bias), read[name], strict=True):
+        for parameter, passed in zip((norm.weight, norm.bias), read[name][0].affine, strict=True):
             assert passed.data_ptr() == parameter.data_ptr()
             assert "_Bundled" in type(passed.grad_fn).__name__
+
+
+def test_a_row_for_every_group_and_no_copy(passing):
+    """So that the op need not sum its gradients over groups; those of the whole bundle are summed together."""
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    read = given(model, "norm3")
+    model(torch.cat([x, -x])).sum().backward()
+    (prior,) = read
+    for rows in (*prior, prior.gain, *prior.affine):
+        if rows is not None:
+            assert rows.shape == (2, 8) and rows.stride(0) == 0
+            assert "Spread" in type(rows.grad_fn).__name__
+
+
+def test_other_batches_and_modes_take_one_row(passing, one_by_one):
+    """Of three examples there are two groups, one of them smaller; in inference, each example has its own."""
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    x = torch.cat([x, -x])
+    for part in (x, x[:3], x[:2], x[:1]):
+        assert_same(step(model, part), one_by_one(step, model, part))
+    set_inference(model.eval(), "example")
+    assert_same(step(model, x), one_by_one(step, model, x))
 
 
 class Frozen(nn.Module):

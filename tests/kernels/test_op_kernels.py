@@ -227,6 +227,22 @@ def test_parameters_that_do_not_lie_densely():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("launch", [None, (16, 4, 0), (16, 4, 2)], ids=["held", "on chip", "streamed"])
+def test_a_row_expanded_for_every_group(launch, monkeypatch):
+    """The same output; gradients come for each group, and sum up to those of the one row."""
+    case = Case((5, 8, 4, 4), 2, gain=1, residual=True, relu=True, launch=launch)
+    force(monkeypatch, case)
+    x, *one, residual = tensors(case)
+    rows = [row.detach().view(1, -1).expand(3, -1).requires_grad_() for row in one]
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 3, 8, device=DEVICE)]
+    expected, found = (results(op, [x, *given, residual], case, grads) for given in (one, rows))
+    assert all(torch.equal(a, b) for a, b in zip(found[:6], expected[:6], strict=True))  # up to the gradient of x
+    for a, b, row in zip(found[6:11], expected[6:11], rows, strict=True):
+        assert a.shape == row.shape
+        torch.testing.assert_close(a.sum(0), b.flatten(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[11], expected[11])
+
+
 def test_a_nan_is_not_hidden_by_the_relu():
     x = torch.randn(4, 3, 2, 2, device=DEVICE)
     x[0, 1] = float("nan")

@@ -50,7 +50,7 @@ class Part:
     bundle: Bundle
     sources: list[Source]
     steps: list[int]  # of which the results are
-    calls: list[int]  # of which the gains are
+    calls: list[Call]  # of which the gains are
     affine: dict[int, tuple[int | None, int | None]]  # of calls: which of what is passed are their γ and β
     given: list[int]  # steps that have to be there first
     watched: list[tuple[int, Step]]  # what it was made of: for another step in its place it would be wrong
@@ -158,7 +158,7 @@ class _Builder:
         affine = self._pass(bundle, calls, len(steps) + len(calls))
         self._add_work(bundle, nodes, needs, place)
         watched = [(i, self.program.steps[i]) for i in order]
-        return Part(bundle, self.sources, steps, [call.identity for call in calls], affine, self.given, watched)
+        return Part(bundle, self.sources, steps, list(calls), affine, self.given, watched)
 
     def _pass(self, bundle: Bundle, calls: Sequence[Call], bit: int) -> dict[int, tuple[int | None, int | None]]:
         """γ and β of norms that run here and are believed here: both of their gradients are then added up here."""

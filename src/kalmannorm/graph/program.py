@@ -27,6 +27,7 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     posteriors: dict[int, Moments]
+    examples: int = 0  # of what is normalized, where something is
 
 
 @dataclass

@@ -180,7 +180,7 @@ class Relay:
                 return None
             arrived[source] = posterior
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived)
+        memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived, x.shape[0])
         if isinstance(memo, Results):
             self._bundles().fill(call, target, context, memo)
         previous = self.program.evaluate(target, context, memo)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from kalmannorm.graph.bundling import Call, Part, parts_of
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context, Program
+from kalmannorm.graph.spreading import Spread
+from kalmannorm.groups import group_count, group_size
 from kalmannorm.kernels import bundle_aten
 from kalmannorm.kernels.bundle import Bundle
 from kalmannorm.kernels.bundle_aten import Values
@@ -45,21 +47,27 @@ class Prior(Moments):
         return prior
 
 
+class Given(NamedTuple):
+    """What a bundle has for a call; the moments are None where they are not its work."""
+
+    moments: Moments | None
+    gain: Tensor
+    affine: Affine
+
+
 class Results(dict[int, Any]):
-    """Results of steps, by number; beside them what else calls are given, and which bundles were looked at so far."""
+    """Results of steps, by number; beside them what calls are given, and which bundles were looked at so far."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gains: dict[int, Tensor] = {}
-        self.affine: dict[int, Affine] = {}
+        self.given: dict[int, Given] = {}
         self.checked = False
         self.tried: set[int] = set()
 
     def prior(self, call: int, moments: Moments) -> Moments:
         """What the norm is given in this call."""
-        if call not in self.gains:
-            return moments
-        return Prior.of(moments, self.gains[call], self.affine.get(call, (None, None)))
+        given = self.given.get(call)
+        return moments if given is None else Prior.of(given.moments or moments, given.gain, given.affine)
 
 
 class _Cached(NamedTuple):
@@ -122,7 +130,7 @@ class Together:
         except Exception:  # whatever it is, it may be of a norm that never runs, and is told where one does
             self.parts = []
         self.of_step = {step: number for number, part in enumerate(self.parts) for step in part.steps}
-        self.of_call = {call: number for number, part in enumerate(self.parts) for call in part.calls}
+        self.of_call = {call.identity: number for number, part in enumerate(self.parts) for call in part.calls}
         self.cached, self.built = {}, True
 
     def _fill(self, number: int, context: Context, results: Results) -> None:
@@ -139,20 +147,22 @@ class Together:
         tensors = _tensors(part, context, results)
         if tensors is None:
             return
-        outputs = self._outputs(number, tensors, context)
+        run = _runner(part.bundle, context, tensors)
+        outputs = self._outputs(number, run, tensors, context)
         count = len(part.steps)
         for step, mean, var in zip(part.steps, outputs[:count], outputs[count : 2 * count], strict=True):
             results[step] = Moments(mean, var)
         gains, passed = outputs[2 * count : 2 * count + len(part.calls)], outputs[2 * count + len(part.calls) :]
-        results.gains.update(zip(part.calls, gains, strict=True))
-        if passed:
-            for call, places in part.affine.items():
-                weight, bias = (None if place is None else passed[place] for place in places)
-                results.affine[call] = weight, bias
+        for call, gain in zip(part.calls, gains, strict=True):
+            places = part.affine[call.identity] if passed else (None, None)
+            weight, bias = (None if place is None else passed[place] for place in places)
+            moments = results.get(call.target)
+            results.given[call.identity] = Given(moments, gain, (weight, bias))
+        if run.PASSES and torch.is_grad_enabled():
+            _spread(part, context, results)
 
-    def _outputs(self, number: int, tensors: list[Tensor], context: Context) -> Sequence[Tensor]:
+    def _outputs(self, number: int, run: ModuleType, tensors: list[Tensor], context: Context) -> Sequence[Tensor]:
         bundle = self.parts[number].bundle
-        run = _runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 made: tuple[Tensor, ...] = _Bundled.apply(bundle, run, context.dtype, *tensors)  # type: ignore[no-untyped-call]
@@ -168,6 +178,36 @@ class Together:
                     versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
                     self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
         return outputs
+
+
+def _spread(part: Part, context: Context, results: Results) -> None:
+    """What the calls are given, in as many rows as their norms will have groups."""
+    calls, groups = list[int](), list[int]()
+    rows = list[Tensor | None]()
+    for call in part.calls:
+        size, given = _groups(call.norm, context.examples), results.given[call.identity]
+        moments, gain, affine = given
+        alike = all(row is None or row.dtype == gain.dtype for row in affine)
+        if size > 1 and alike and moments is not None and gain.numel() == moments.mean.numel():
+            calls.append(call.identity)
+            groups += [size] * (3 + sum(row is not None for row in affine))
+            rows += [moments.mean, moments.var, gain, *affine]
+    there = [row for row in rows if row is not None]
+    if not there:
+        return
+    made = iter(Spread.apply(groups, *there))  # type: ignore[no-untyped-call]
+    spread = [None if row is None else next(made) for row in rows]
+    for i, identity in enumerate(calls):
+        mean, var, trust, weight, bias = spread[5 * i : 5 * i + 5]
+        assert mean is not None and var is not None and trust is not None
+        results.given[identity] = Given(Moments(mean, var), trust, (weight, bias))
+
+
+def _groups(norm: Any, examples: int) -> int:
+    """Of a norm in training; what it has in other modes, it takes from one row."""
+    if not norm.training or norm.frozen or examples == 0:
+        return 1
+    return group_count(examples, group_size(examples, norm.statistics_batch_size))
 
 
 def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:

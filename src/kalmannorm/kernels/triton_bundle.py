@@ -116,11 +116,15 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
         flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK,
         **turns(device),
     )  # fmt: skip
+    slopes: list[Tensor] = []
     for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
         for tape in tapes:
+            T = tape.instructions[0].numel()
+            if gradients:
+                slopes.append(torch.empty((4, T), device=device, dtype=torch.float32))
             moments.tape_kernel[(tape.depths.numel(),)](
-                entries, E, *tape.instructions, tape.offsets, tape.depths, tables.numbers, _weights(bundle, device),
-                **_options(tape), **turns(device),
+                entries, E, slopes[-1] if gradients else None, T, *tape.instructions, tape.offsets, tape.depths,
+                tables.numbers, _weights(bundle, device), SLOPES=gradients, **_options(tape), **turns(device),
             )  # fmt: skip
         for tile, grouped, work in stage.forward:
             layers.layers_kernel[(work.shape[0],)](
@@ -128,7 +132,7 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
                 **tile._asdict(), TYPE=type_of, GROUPED=grouped, **turns(device),
             )  # fmt: skip
     # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
-    return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat)])
+    return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat, *slopes)])
 
 
 def _options(tape: Tape) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def backward(
     at_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    entries, ((sums, flat),) = values.entries, values.left
+    entries, ((sums, flat, *slopes),) = values.entries, values.left
     assert sums is not None and flat is not None
     device, E = entries.device, bundle.entries
     tables = _tables(bundle, device)
@@ -194,8 +198,8 @@ def backward(
             )  # fmt: skip
         for tape in reversed(tapes):
             moments.tape_backward_kernel[(tape.depths.numel(),)](
-                entries, E, *uses, *tape.instructions, tape.offsets, tape.depths, tables.numbers,
-                _weights(bundle, device), **_options(tape), **turns(device),
+                entries, E, slopes.pop(), tape.instructions[0].numel(), *uses, *tape.instructions,
+                tape.offsets, tape.depths, LANES=LANES, num_warps=2, **turns(device),
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
     passed = _passed(bundle, at_passed, device)

@@ -219,32 +219,54 @@ def through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE: tl.constexpr, HAS
     return mean, var, mm, mv, vm, vv
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit
+def instruction(at, there, code_ptr, a_ptr, b_ptr, out_ptr):
+    """Its code, operands and result; one that is not there does nothing."""
+    code = tl.load(code_ptr + at, mask=there, other=0)
+    a, b = tl.load(a_ptr + at, mask=there, other=0), tl.load(b_ptr + at, mask=there, other=0)
+    return code, a, b, tl.load(out_ptr + at, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=["E", "T"])
 def tape_kernel(
-    entries_ptr, E, code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, numbers_ptr, weights_ptr,
+    entries_ptr, E, slopes_ptr, T, code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, numbers_ptr, weights_ptr,
     LANES: tl.constexpr, HAS_PIECEWISE: tl.constexpr, HAS_SMOOTH: tl.constexpr,
-    NODES: tl.constexpr, DENSITY: tl.constexpr, PDL: tl.constexpr,
+    NODES: tl.constexpr, DENSITY: tl.constexpr, SLOPES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Instructions of LANES lanes: code is the kind and, times 8, the row of numbers; 0 does nothing."""
+    """Instructions of LANES lanes: code is the kind and, times 8, the row of numbers; 0 does nothing.
+
+    Each is asked for while the one before is computed. Derivatives of functions of one entry, (4, T), are kept for the
+    way back, which would have to compute them again, one after the other.
+    """
     in_turn(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
-    for t in range(tl.load(depth_ptr + tl.program_id(0))):
+    depth = tl.load(depth_ptr + tl.program_id(0))
+    code, a, b, out = instruction(offset, offset >= 0, code_ptr, a_ptr, b_ptr, out_ptr)
+    for t in range(depth):
         at = offset + t * LANES
-        code = tl.load(code_ptr + at)
         kind, numbers = code % 8, numbers_ptr + code // 8 * NUMBERS
-        a, b, out = tl.load(a_ptr + at), tl.load(b_ptr + at), tl.load(out_ptr + at)
         live, two = kind > 0, (kind > 0) & (kind <= PRODUCT)
         am = tl.load(entries_ptr + a, mask=live, other=0.0)
         av = tl.load(entries_ptr + E + a, mask=live, other=1.0)
         bm = tl.load(entries_ptr + b, mask=two, other=0.0)
         bv = tl.load(entries_ptr + E + b, mask=two, other=0.0)
-        mean, var, _, _, _, _ = through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE, HAS_SMOOTH, NODES, DENSITY)
+        here = out
+        there = (offset >= 0) & (t + 1 < depth)
+        code, a, b, out = instruction(at + LANES, there, code_ptr, a_ptr, b_ptr, out_ptr)
+        mean, var, mm, mv, vm, vv = through(
+            kind, am, av, numbers, weights_ptr, HAS_PIECEWISE, HAS_SMOOTH, NODES, DENSITY
+        )
         mean = tl.where(kind == ADD, am + bm, tl.where(kind == SUBTRACT, am - bm, mean))
         var = tl.where((kind == ADD) | (kind == SUBTRACT), av + bv, var)
         mean = tl.where(kind == PRODUCT, am * bm, mean)
         var = tl.where(kind == PRODUCT, av * bv + av * bm * bm + bv * am * am, var)
-        tl.store(entries_ptr + out, mean, mask=live)
-        tl.store(entries_ptr + E + out, var, mask=live)
+        tl.store(entries_ptr + here, mean, mask=live)
+        tl.store(entries_ptr + E + here, var, mask=live)
+        if SLOPES:
+            tl.store(slopes_ptr + at, mm, mask=live)
+            tl.store(slopes_ptr + T + at, mv, mask=live)
+            tl.store(slopes_ptr + 2 * T + at, vm, mask=live)
+            tl.store(slopes_ptr + 3 * T + at, vv, mask=live)
         tl.debug_barrier()  # the next instruction may read it, in another thread
 
 
@@ -253,8 +275,13 @@ def collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, mask
     """The gradient of entries: the sum over the slots of their uses, which are runs of `count` in steps of `step`."""
     begin = tl.load(first_ptr + entry, mask=mask, other=0)
     end = tl.load(first_ptr + entry + 1, mask=mask, other=0)
-    mean = tl.zeros(entry.shape, tl.float32)
-    var = tl.zeros(entry.shape, tl.float32)
+    return collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end)
+
+
+@triton.jit
+def collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end):
+    mean = tl.zeros(begin.shape, tl.float32)
+    var = tl.zeros(begin.shape, tl.float32)
     for i in range(tl.max(end - begin, 0)):
         use = begin + i
         there = use < end
@@ -267,30 +294,42 @@ def collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, mask
     return mean, var
 
 
-@triton.jit(do_not_specialize=["E", "S"])
+@triton.jit
+def instruction_back(
+    at, there, entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr
+):  # fmt: skip
+    """An instruction with all that its gradients need but those that arrive: nothing of it changes on the way back."""
+    code, a, b, out = instruction(at, there, code_ptr, a_ptr, b_ptr, out_ptr)
+    kind = code % 8
+    product, one = kind == PRODUCT, kind > PRODUCT
+    begin = tl.load(first_ptr + out, mask=kind > 0, other=0)
+    end = tl.load(first_ptr + out + 1, mask=kind > 0, other=0)
+    am, av = tl.load(entries_ptr + a, mask=product, other=0.0), tl.load(entries_ptr + E + a, mask=product, other=0.0)
+    bm, bv = tl.load(entries_ptr + b, mask=product, other=0.0), tl.load(entries_ptr + E + b, mask=product, other=0.0)
+    mm, mv = tl.load(slopes_ptr + at, mask=one, other=0.0), tl.load(slopes_ptr + T + at, mask=one, other=0.0)
+    vm, vv = (
+        tl.load(slopes_ptr + 2 * T + at, mask=one, other=0.0),
+        tl.load(slopes_ptr + 3 * T + at, mask=one, other=0.0),
+    )
+    return kind, out, begin, end, am, av, bm, bv, mm, mv, vm, vv
+
+
+@triton.jit(do_not_specialize=["E", "S", "T"])
 def tape_backward_kernel(
-    entries_ptr, E, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
-    code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, numbers_ptr, weights_ptr,
-    LANES: tl.constexpr, HAS_PIECEWISE: tl.constexpr, HAS_SMOOTH: tl.constexpr,
-    NODES: tl.constexpr, DENSITY: tl.constexpr, PDL: tl.constexpr,
+    entries_ptr, E, slopes_ptr, T, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
+    code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tape from its end: the slots of operand a are the first E, those of operand b the next."""
     in_turn(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
     depth = tl.load(depth_ptr + tl.program_id(0))
+    last = offset + (depth - 1) * LANES
+    kind, out, begin, end, am, av, bm, bv, mm, mv, vm, vv = instruction_back(
+        last, (offset >= 0) & (depth > 0), entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr
+    )
     for t in range(depth):
-        at = offset + (depth - 1 - t) * LANES
-        code = tl.load(code_ptr + at)
-        kind, numbers = code % 8, numbers_ptr + code // 8 * NUMBERS
-        a, b, out = tl.load(a_ptr + at), tl.load(b_ptr + at), tl.load(out_ptr + at)
-        live, two = kind > 0, (kind > 0) & (kind <= PRODUCT)
-        am = tl.load(entries_ptr + a, mask=live, other=0.0)
-        av = tl.load(entries_ptr + E + a, mask=live, other=1.0)
-        bm = tl.load(entries_ptr + b, mask=two, other=0.0)
-        bv = tl.load(entries_ptr + E + b, mask=two, other=0.0)
-        gm, gv = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, out, live)
-        _, _, mm, mv, vm, vv = through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE, HAS_SMOOTH, NODES, DENSITY)
-        product = kind == PRODUCT
+        gm, gv = collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end)
+        live, two, product = kind > 0, (kind > 0) & (kind <= PRODUCT), kind == PRODUCT
         to_am = tl.where(product, gm * bm + 2.0 * gv * bv * am, tl.where(two, gm, gm * mm + gv * vm))
         to_av = tl.where(product, gv * (bv + bm * bm), tl.where(two, gv, gm * mv + gv * vv))
         to_bm = tl.where(product, gm * am + 2.0 * gv * av * bm, tl.where(kind == SUBTRACT, -gm, gm))
@@ -299,4 +338,8 @@ def tape_backward_kernel(
         tl.store(slots_ptr + S + out, to_av, mask=live)
         tl.store(slots_ptr + E + out, to_bm, mask=two)
         tl.store(slots_ptr + S + E + out, to_bv, mask=two)
-        tl.debug_barrier()
+        kind, out, begin, end, am, av, bm, bv, mm, mv, vm, vv = instruction_back(
+            last - (t + 1) * LANES, (offset >= 0) & (t + 1 < depth),
+            entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr,
+        )  # fmt: skip
+        tl.debug_barrier()  # the next instruction may read it, in another thread

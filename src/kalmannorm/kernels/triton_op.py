@@ -220,7 +220,8 @@ def try_out(device: torch.device) -> None:
 
 
 def dense(*parameters: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in parameters]
+    """Such that rows lie together; how far they are from each other, `row_step` tells."""
+    return [t if t is None or (t.dim() == 2 and t.stride(1) == 1) else t.contiguous() for t in parameters]
 
 
 def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
@@ -235,8 +236,9 @@ def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
 
 def row_step(rows: Tensor | None, channels: int) -> int:
     """From one group's row of a parameter to the next: 0 where one row is for all."""
-    return channels if rows is not None and rows.numel() > channels else 0
+    return rows.stride(0) if rows is not None and rows.numel() > channels else 0
 
 
 def gain_step(gain: Tensor | None) -> int:
+    """From channel to channel. Rows (G, C) of a gain are equal, for its gradients' sake: the first serves."""
     return 1 if gain is not None and gain.numel() > 1 else 0
