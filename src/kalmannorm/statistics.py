@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from kalmannorm import filter as kalman
+from kalmannorm.functional import transformed
 from kalmannorm.groups import group_sizes
+from kalmannorm.kernels.dispatch import expecting_for, on_device_of
 from kalmannorm.moments import Moments
 
 
@@ -66,6 +68,11 @@ def expected_of_example(
     if prior is None or gain is None:
         return (None, None) if size == 1 else (row, torch.full((), share, device=row.mean.device, dtype=row.mean.dtype))
     prior, gain = prior.to(row.mean.dtype), gain.to(row.mean.dtype)
+    kernels = None if transformed() else expecting_for(prior.mean, prior.var, gain, *average[:2])
+    if kernels is not None:
+        with on_device_of(gain):
+            expected: tuple[Moments, Tensor] = kernels.expect(prior, gain, average, size)
+        return expected
     trust = gain * share
     return kalman.update(prior, row, (gain - trust) / (1 - trust)), trust
 

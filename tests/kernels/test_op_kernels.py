@@ -74,6 +74,16 @@ CASES = {
     "streamed, one program per group": Case((3, 3, 5, 5), 2, residual=True, relu=True, launch=(16, 4, 1)),
     "streamed, one group, no prior": Case((3, 5, 5, 5), 3, prior=0, launch=(16, 8, 4), last=False),
     "streamed, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(64, 4, 3)),
+    "streamed, more shares than are merged at a time": Case((2, 4, 10, 10), 2, relu=True, launch=(4, 4, 40)),
+    "streamed, large mean, shares that begin with a short chunk": Case(
+        (4, 4, 5, 8), 4, mean=1000.0, launch=(16, 4, 4), last=False
+    ),
+    "even tiles, streamed": Case((4, 8, 4, 8), 2, residual=True, relu=True, launch=(16, 4, 2)),
+    "even tiles, streamed, NCHW": Case((4, 8, 4, 8), 2, relu=True, launch=(16, 4, 3), last=False),
+    "even tiles, streamed, large mean": Case((4, 8, 4, 8), 4, mean=1000.0, launch=(16, 4, 3)),
+    "even tiles, on chip": Case((4, 8, 4, 8), 2, relu=True, launch=(16, 4, 0)),
+    "even tiles, on chip, NCHW": Case((4, 8, 4, 8), 2, residual=True, relu=True, launch=(16, 4, 0), last=False),
+    "even tiles, held": Case((4, 8, 4, 8), 2, residual=True, relu=True),
     "held, NCHW": Case((3, 8, 4, 4), 1, residual=True, relu=True, last=False),
     "held, a ragged group of more positions than a warp has threads": Case((5, 24, 7, 7), 2, residual=True, relu=True),
     "on chip, many chunks": Case((3, 5, 6, 6), 2, relu=True, launch=(16, 4, 0)),

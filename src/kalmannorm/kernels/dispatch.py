@@ -40,17 +40,32 @@ def tracking_for(rows: Tensor) -> ModuleType | None:
 def predicting_for(*tensors: Tensor) -> ModuleType | None:
     """`triton_predict`, where it can read all of these; it is no op either."""
     mean, _, matrix, noise, _ = tensors
-    if torch.compiler.is_compiling() or mean.device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    plain = (Tensor, torch.nn.Parameter)
-    if any(type(t) not in plain or t.dtype != torch.float32 or t.device != mean.device for t in tensors):
-        return None
     # They know one noise for all channels, and count shares of gradients in 32 bits.
-    if noise.numel() > 1 or 2 * mean.numel() * matrix.shape[0] >= 2**31 or fused(mean.device.index) is None:
+    if not _read_by_kernels(*tensors) or noise.numel() > 1 or 2 * mean.numel() * matrix.shape[0] >= 2**31:
         return None
     from kalmannorm.kernels import triton_predict
 
     return triton_predict
+
+
+def expecting_for(*tensors: Tensor) -> ModuleType | None:
+    """`triton_expect`, where it can read all of these and nothing is to be differentiated; no op either."""
+    if not _read_by_kernels(*tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return None
+    from kalmannorm.kernels import triton_expect
+
+    return triton_expect if tensors[0].shape[0] < 2**16 else None
+
+
+def _read_by_kernels(*tensors: Tensor) -> bool:
+    """Whether Triton's kernels can read all of these, float32 on one device, and no tracer watches."""
+    device = tensors[0].device
+    if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    plain = (Tensor, torch.nn.Parameter)
+    if any(type(t) not in plain or t.dtype != torch.float32 or t.device != device for t in tensors):
+        return False
+    return fused(device.index) is not None
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -12,24 +12,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm.kernels.triton_norm import VARYING, load_prior, load_row, place, tile_at, update_backward
+from kalmannorm.kernels.triton_norm import (
+    VARYING,
+    channels_of,
+    load_prior,
+    load_row,
+    place,
+    shares_at,
+    tile_at,
+    update_backward,
+)
 from kalmannorm.kernels.triton_turns import in_turn
 
 
 @triton.jit
-def gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU: tl.constexpr):
-    """What arrives; before a ReLU that x tells of, nothing where that let nothing through."""
-    g = tl.load(g_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+def gradient_at(g_ptr, within, mask, away, scale, shift, RELU: tl.constexpr):
+    """What arrives; before a ReLU that x - x̄ tells of, nothing where that let nothing through."""
+    g = tl.load(g_ptr + within, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
-        g = tl.where(z <= 0.0, 0.0, g)
+        g = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, g)
     return g
 
 
 @triton.jit
-def came_through(g, y_ptr, offset, mask):
+def came_through(g, y_ptr, within, mask):
     """What of g came through a ReLU behind a residual, whose output tells."""
-    y = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + within, mask=mask, other=0.0).to(tl.float32)
     return tl.where(y <= 0.0, 0.0, g)
 
 
@@ -70,15 +78,15 @@ def load_filter(
 
 @triton.jit
 def settle(
-    sum_g, sum_gx, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q,
+    sum_g, sum_gx, mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q,
     at_mean, at_var, at_observed_mean, at_observed_var, group, channel, mine,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
+    """From a group's Σ g and Σ g (x - x̄): rows for parameters, stored where `mine`; slope b and constant c of dx."""
     row = group.to(tl.int64) * C + channel
     scale = rho * weight
-    sum_gx *= rho
+    sum_gx = (sum_gx + (observed_mean - mean) * sum_g) * rho
     store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
     store_row(d_bias_ptr, row, sum_g, mine, BIAS)
     at_mean -= scale * sum_g
@@ -101,7 +109,7 @@ def backward_kernel(
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
@@ -113,9 +121,8 @@ def backward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
-    in_c = channel < C
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
+    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -123,22 +130,22 @@ def backward_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
         if RESIDUAL:
-            g = came_through(g, y_ptr, offset, mask)
-            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+            g = came_through(g, y_ptr + start, within, mask)
+            tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
-        lanes_gx += g * (x - mean[None, :])
+        lanes_gx += g * away
     slope, constant = settle(
         tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
@@ -148,50 +155,49 @@ def backward_kernel(
         # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
         # above, another may read below.
         tl.debug_barrier()
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    for turn in tl.range(0, chunks, num_stages=STAGES):
+        start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(arriving_ptr, offset, mask, x, mean, scale, shift, RELU)
-        dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
-        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
+        g = gradient_at(arriving_ptr + start, within, mask, away, scale, shift, RELU)
+        dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
+        tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
-    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
-    N, G, C, L, m, splits, chunks, chunks_per_split, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr,
+    N, G, C, L, m, splits, chunks, weight_row, bias_row, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: Σ g and Σ g (x - mean) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
+    """Streamed, first: Σ g and Σ g (x - x̄) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
     in_turn(PDL)
     if CHANNELS_LAST:
         C = C // V * V
     else:
         L = L // V * V
-    group, split, block = place(C, splits, BC)
-    channel = block * BC + tl.arange(0, BC)
-    in_c = channel < C
+    group, split, block = place(tl.program_id(0), C, splits, BC)
+    channel, in_c = channels_of(block, C, BC, EVEN)
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    centre = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
-    start = split * chunks_per_split
-    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    for chunk in tl.range(split, chunks, splits, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
         if RESIDUAL:
-            g = came_through(g, y_ptr, offset, mask)
-            tl.store(d_residual_ptr + offset, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+            g = came_through(g, y_ptr + start, within, mask)
+            tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
-        lanes_gx += g * (x - mean[None, :])
+        lanes_gx += g * away
     share = (split * G + group).to(tl.int64) * C + channel
     plane = tl.full([1], splits, tl.int64) * G * C
     tl.store(partial_ptr + share, tl.sum(lanes_g, 0), mask=in_c)
@@ -204,9 +210,9 @@ def backward_apply_kernel(
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
-    N, G, C, L, m, splits, chunks, chunks_per_split,
+    N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -219,10 +225,9 @@ def backward_apply_kernel(
         C = C // V * V
     else:
         L = L // V * V
-    group, split, block = place(C, splits, BC)
-    channel = block * BC + tl.arange(0, BC)
-    in_c = channel < C
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
+    channel, in_c = channels_of(block, C, BC, EVEN)
+    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -230,24 +235,29 @@ def backward_apply_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    share, plane = tl.arange(0, BS), tl.full([1], splits, tl.int64) * G * C
-    sums = partial_ptr + (share.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
-    there = (share < splits)[:, None] & in_c[None, :]
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
+    plane = tl.full([], splits, tl.int64) * G * C
+    shares_g = tl.zeros([BC, BS], tl.float32)
+    shares_gx = tl.zeros([BC, BS], tl.float32)
+    for first in tl.range(0, splits, BS):
+        share, there = shares_at(first, group, channel, in_c, G, C, splits, BS)
+        shares_g += tl.load(partial_ptr + share, mask=there, other=0.0)
+        shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
     slope, constant = settle(
-        tl.sum(tl.load(sums, mask=there, other=0.0), 0), tl.sum(tl.load(sums + plane, mask=there, other=0.0), 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        tl.sum(shares_g, 1), tl.sum(shares_gx, 1),
+        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c & (split == 0),
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
-    start = split * chunks_per_split
-    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    last = tl.cdiv(chunks - split, splits) - 1
+    for turn in tl.range(0, last + 1, num_stages=STAGES):
+        chunk = split + (last - turn) * splits
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        g = gradient_at(g_ptr, offset, mask, x, mean, scale, shift, RELU)
-        dx = scale[None, :] * g + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
-        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
+        dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
+        tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

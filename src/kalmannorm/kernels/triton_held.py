@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_norm import VARYING, activated, load_prior, load_row, tile_at
+from kalmannorm.kernels.triton_norm import VARYING, activated, channels_of, load_prior, load_row, tile_at
 from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
@@ -24,7 +24,7 @@ def held_forward_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,30 +34,30 @@ def held_forward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
-    in_c = channel < C
-    offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
+    start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
     mask = valid[:, None] & in_c[None, :]
-    held = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    held = tl.load(x_ptr + start + within, mask=mask, other=0.0)
     if RESIDUAL:
-        residual = tl.load(residual_ptr + offset, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + start + within, mask=mask, other=0.0)
     prior_mean, prior_var, q = load_prior(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total = (tl.minimum(N - group * m, m) * L).to(tl.float32)
-    mean = tl.sum(held.to(tl.float32), 0) / total
-    away = tl.where(mask, held.to(tl.float32) - mean[None, :], 0.0)
+    centre = tl.sum(held.to(tl.float32), 0) / total
+    away = tl.where(mask, held.to(tl.float32) - centre[None, :], 0.0)
     mean, var = settle(
-        total, mean, tl.sum(away * away, 0), prior_mean, prior_var, q, group, channel, in_c,
+        total, centre, tl.sum(away * away, 0), prior_mean, prior_var, q, group, channel, in_c,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    z = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :]
+    shift += (centre - mean) * scale
+    z = (held.to(tl.float32) - centre[None, :]) * scale[None, :] + shift[None, :]
     if RESIDUAL:
         z += residual.to(tl.float32)
-    tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -67,7 +67,7 @@ def held_backward_kernel(
     at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
@@ -78,15 +78,14 @@ def held_backward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
-    in_c = channel < C
-    offset, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
+    start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
     mask = valid[:, None] & in_c[None, :]
-    held = tl.load(x_ptr + offset, mask=mask, other=0.0)
-    g = tl.load(g_ptr + offset, mask=mask, other=0.0)
+    held = tl.load(x_ptr + start + within, mask=mask, other=0.0)
+    g = tl.load(g_ptr + start + within, mask=mask, other=0.0)
     if RESIDUAL:
-        shut = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+        shut = tl.load(y_ptr + start + within, mask=mask, other=0.0).to(tl.float32) <= 0.0
+    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -94,19 +93,19 @@ def held_backward_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
     if RELU:
-        shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + shift[None, :] <= 0.0
+        shut = (held.to(tl.float32) - centre[None, :]) * scale[None, :] + shift[None, :] <= 0.0
     if RELU or RESIDUAL:
         g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # the same values, or zero
     if RESIDUAL:
-        tl.store(d_residual_ptr + offset, g, mask=mask)
+        tl.store(d_residual_ptr + start + within, g, mask=mask)
     slope, constant = settle_gradient(
-        tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - mean[None, :]), 0),
-        rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - centre[None, :]), 0),
+        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     x = held.to(tl.float32)
-    dx = scale[None, :] * g.to(tl.float32) + slope[None, :] * (x - observed_mean[None, :]) + constant[None, :]
-    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    dx = scale[None, :] * g.to(tl.float32) + (slope[None, :] * (x - centre[None, :]) + constant[None, :])
+    tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)

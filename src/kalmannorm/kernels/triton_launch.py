@@ -59,19 +59,20 @@ class Launch(NamedTuple):
     chunks: int
     warps: int = 4
 
+    def even(self, shape: Shape) -> bool:
+        """Whether tiles cover every group without rest."""
+        rest = shape.N % shape.m or shape.C % self.BC
+        return not rest and (shape.slab if shape.channels_last else shape.L) % self.BR == 0
+
     @property
     def held(self) -> bool:
         """Whether a group is one tile of one program."""
         return self.splits == 0 and self.chunks == 1
 
     @property
-    def per_split(self) -> int:
-        return -(-self.chunks // self.splits)
-
-    @property
-    def merge_channels(self) -> int:
-        """Of a program that merges the shares of a group: about 2048 values."""
-        return min(max(2048 // power(self.splits), 8), 32)
+    def merged(self) -> int:
+        """Shares of a group that a program loads at a time."""
+        return min(power(self.splits), 32)
 
 
 def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:

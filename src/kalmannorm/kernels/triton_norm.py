@@ -10,7 +10,8 @@ Sizes are divided and multiplied by V, which divides them, so that the compiler 
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
     held        the same where a group's tile stays in registers: `triton_held.py`
 
-Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy.
+Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy. Whatever looks a
+second time goes the other way: what was read last is what the cache still has.
 
 With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
 before the ReLU, the sign of the saved output is the mask.
@@ -23,33 +24,42 @@ import triton.language as tl
 
 from kalmannorm.kernels.triton_turns import in_turn
 
-VARYING = ["N", "G", "m", "splits", "chunks", "chunks_per_split"]
+VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
 
 
 @triton.jit
-def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """Offsets [BR, BC] into x of a group's chunk, and which of its lanes hold a value [BR]."""
-    lane = tl.arange(0, BR)
-    first = (group * m).to(tl.int64)
-    if CHANNELS_LAST:
-        row = chunk * BR + lane
-        rows = tl.minimum(N - group * m, m) * L
-        valid = row < rows
-        offset = first * L * C + row.to(tl.int64)[:, None] * C + channel[None, :]
-    else:
-        per_example = tl.cdiv(L, BR)
-        example = chunk // per_example
-        position = (chunk % per_example) * BR + lane
-        valid = (position < L) & (group * m + example < N)
-        offset = ((first + example) * C + channel[None, :]) * L + position[:, None]
-    return offset, valid
+def channels_of(block, C, BC: tl.constexpr, EVEN: tl.constexpr):
+    """The channels [BC] of a block, and which of them there are; where tiles are even, the compiler knows: all."""
+    channel = block * BC + tl.arange(0, BC)
+    return channel, tl.full([BC], 1, tl.int1) if EVEN else channel < C
 
 
 @triton.jit
-def place(C, splits, BC: tl.constexpr):
-    """Which group, share of its chunks and block of channels; on one axis, for the others end at 65535 programs."""
-    program = tl.program_id(0)
+def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr):
+    """Where a group's chunk begins in x, offsets [BR, BC] from there, and which of its lanes hold a value [BR]."""
+    lane = tl.arange(0, BR)
+    first = (group * m).to(tl.int64)
+    if CHANNELS_LAST:
+        valid = chunk * BR + lane < tl.minimum(N - group * m, m) * L
+        start = (first * L + chunk * BR) * C
+        within = lane[:, None] * C + channel[None, :]
+    else:
+        per_example = tl.cdiv(L, BR)
+        example = chunk // per_example
+        position = (chunk % per_example) * BR
+        valid = (position + lane < L) & (group * m + example < N)
+        start = (first + example) * C * L + position
+        within = channel.to(tl.int64)[None, :] * L + lane[:, None]
+    return start, within, tl.full([BR], 1, tl.int1) if EVEN else valid
+
+
+@triton.jit
+def place(program, C, splits, BC: tl.constexpr):
+    """Which group, share of its chunks and block of channels; on one axis, for the others end at 65535 programs.
+
+    A share is every `splits`-th chunk, so that programs that run together read what lies together.
+    """
     blocks = tl.cdiv(C, BC)
     return program // blocks // splits, program // blocks % splits, program % blocks
 
@@ -65,13 +75,19 @@ def merge_lanes(count, mean, squares):
 
 
 @triton.jit
-def welford(x, valid, count, mean, squares):
-    """One more value for every valid lane."""
-    count += valid.to(tl.float32)
-    away = tl.where(valid[:, None], x - mean, 0.0)
-    mean += away * (1.0 / tl.maximum(count, 1.0))[:, None]
-    squares += tl.where(valid[:, None], away * (x - mean), 0.0)
-    return count, mean, squares
+def gather(x, valid, count, base, sums, squares, EVEN: tl.constexpr):
+    """One more value for every valid lane: how far it is from the lane's first one, and the square of that."""
+    if not EVEN:
+        base = tl.where((count == 0.0)[:, None], x, base)
+    away = tl.where(valid[:, None], x - base, 0.0)
+    return count + valid.to(tl.float32), base, sums + away, squares + away * away
+
+
+@triton.jit
+def merge_gathered(count, base, sums, squares):
+    """What `gather` found, as one row: how many values, their mean, their sum of squared deviations."""
+    each = sums / tl.maximum(count, 1.0)[:, None]
+    return merge_lanes(count, base + each, squares - each * sums)
 
 
 @triton.jit
@@ -103,7 +119,7 @@ def load_row(pointer, at, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
 @triton.jit
 def activated(z, RELU: tl.constexpr):
     """A NaN stays one, as in `torch.relu`."""
-    return tl.where(z <= 0.0, 0.0, z) if RELU else z
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) if RELU else z
 
 
 @triton.jit
@@ -140,7 +156,7 @@ def forward_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -151,40 +167,42 @@ def forward_kernel(
     else:
         L = L // V * V
     group = tl.program_id(0) % G
-    channel = (tl.program_id(0) // G) * BC + tl.arange(0, BC)
-    in_c = channel < C
+    channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
     prior_mean, prior_var, q = load_prior(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    count = tl.zeros([BR], tl.float32)
-    means = tl.zeros([BR, BC], tl.float32)
+    start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+    base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+    count = valid.to(tl.float32)
+    sums = tl.zeros([BR, BC], tl.float32)
     squares = tl.zeros([BR, BC], tl.float32)
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
-        x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-        count, means, squares = welford(x, valid, count, means, squares)
-    total, mean, squared = merge_lanes(count, means, squares)
+    for chunk in tl.range(1, chunks, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
+    total, centre, squared = merge_gathered(count, base, sums, squares)
     mean, var = settle(
-        total, mean, squared, prior_mean, prior_var, q, group, channel, in_c,
+        total, centre, squared, prior_mean, prior_var, q, group, channel, in_c,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    for chunk in tl.range(0, chunks, num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    shift += (centre - mean) * scale
+    for turn in tl.range(0, chunks, num_stages=STAGES):
+        start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        x = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
+        z = (x - centre[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
-            z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+            z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
-    x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks, chunks_per_split,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
@@ -193,18 +211,18 @@ def reduce_kernel(
         C = C // V * V
     else:
         L = L // V * V
-    group, split, block = place(C, splits, BC)
-    channel = block * BC + tl.arange(0, BC)
-    in_c = channel < C
-    count = tl.zeros([BR], tl.float32)
-    means = tl.zeros([BR, BC], tl.float32)
+    group, split, block = place(tl.program_id(0), C, splits, BC)
+    channel, in_c = channels_of(block, C, BC, EVEN)
+    start, within, valid = tile_at(split, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+    base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+    count = valid.to(tl.float32)
+    sums = tl.zeros([BR, BC], tl.float32)
     squares = tl.zeros([BR, BC], tl.float32)
-    start = split * chunks_per_split
-    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
-        x = tl.load(x_ptr + offset, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-        count, means, squares = welford(x, valid, count, means, squares)
-    total, mean, squared = merge_lanes(count, means, squares)
+    for chunk in tl.range(split + splits, chunks, splits, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
+    total, mean, squared = merge_gathered(count, base, sums, squares)
     row = (split * G + group).to(tl.int64)
     plane = tl.full([1], splits, tl.int64) * G * C
     tl.store(partial_ptr + row * C + channel, mean, mask=in_c)
@@ -214,16 +232,37 @@ def reduce_kernel(
 
 
 @triton.jit
-def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS: tl.constexpr):
-    """A group's shares, all loaded at once, as one: how many values, their mean, their sum of squared deviations."""
-    split = tl.arange(0, BS)
-    in_s = split < splits
-    mask = in_s[:, None] & in_c[None, :]
-    share = (split.to(tl.int64) * G + group)[:, None] * C + channel[None, :]
-    count = tl.load(count_ptr + split * G + group, mask=in_s, other=0.0)
-    means = tl.load(partial_ptr + share, mask=mask, other=0.0)
-    squares = tl.load(partial_ptr + tl.full([1], splits, tl.int64) * G * C + share, mask=mask, other=0.0)
-    return merge_lanes(count, means, squares)
+def shares_at(start, group, channel, in_c, G, C, splits, BS: tl.constexpr):
+    """Offsets [BC, BS] of BS shares of a group in partial sums, and which of them are there.
+
+    Channels come first, across to x: a row summed over shares would otherwise bring its layout along, and every tile of
+    x would go through shared memory to be stored.
+    """
+    split = start + tl.arange(0, BS)
+    share = (split.to(tl.int64) * G + group)[None, :] * C + channel[:, None]
+    return share, (split < splits)[None, :] & in_c[:, None]
+
+
+@triton.jit
+def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC: tl.constexpr, BS: tl.constexpr):
+    """A group's shares as one, BS at a time: how many values, their mean, their sum of squared deviations."""
+    base = tl.load(partial_ptr + group.to(tl.int64) * C + channel, mask=in_c, other=0.0)
+    squares_ptr = partial_ptr + tl.full([], splits, tl.int64) * G * C
+    counts = tl.zeros([BS], tl.float32)
+    sums = tl.zeros([BC, BS], tl.float32)
+    squares = tl.zeros([BC, BS], tl.float32)
+    for start in tl.range(0, splits, BS):
+        share, there = shares_at(start, group, channel, in_c, G, C, splits, BS)
+        split = start + tl.arange(0, BS)
+        count = tl.load(count_ptr + split * G + group, mask=split < splits, other=0.0)
+        away = tl.load(partial_ptr + share, mask=there, other=0.0) - base[:, None]
+        squared = tl.load(squares_ptr + share, mask=there, other=0.0)
+        counts += count
+        sums += count[None, :] * away
+        squares += squared + count[None, :] * away * away
+    total, summed = tl.sum(counts, 0), tl.sum(sums, 1)
+    missed = summed / total
+    return total, base + missed, tl.sum(squares, 1) - missed * summed
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -235,7 +274,7 @@ def observe_kernel(
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
-    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS)
+    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC, BS)
     row = group.to(tl.int64) * C + channel
     tl.store(mean_ptr + row, mean, mask=in_c)
     tl.store(var_ptr + row, squared / total, mask=in_c)
@@ -245,9 +284,9 @@ def observe_kernel(
 def apply_kernel(
     x_ptr, y_ptr, residual_ptr, partial_ptr, count_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    N, G, C, L, m, splits, chunks, chunks_per_split,
+    N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -257,26 +296,27 @@ def apply_kernel(
         C = C // V * V
     else:
         L = L // V * V
-    group, split, block = place(C, splits, BC)
-    channel = block * BC + tl.arange(0, BC)
-    in_c = channel < C
+    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
+    channel, in_c = channels_of(block, C, BC, EVEN)
     prior_mean, prior_var, q = load_prior(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BS)
+    total, centre, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC, BS)
     mean, var = settle(
-        total, mean, squared, prior_mean, prior_var, q, group, channel, in_c & (split == 0),
+        total, centre, squared, prior_mean, prior_var, q, group, channel, in_c & (split == 0),
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    start = split * chunks_per_split
-    for chunk in tl.range(start, tl.minimum(start + chunks_per_split, chunks), num_stages=STAGES):
-        offset, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST)
+    shift += (centre - mean) * scale
+    last = tl.cdiv(chunks - split, splits) - 1
+    for turn in tl.range(0, last + 1, num_stages=STAGES):
+        chunk = split + (last - turn) * splits
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        z = (x - mean[None, :]) * scale[None, :] + shift[None, :]
+        x = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
+        z = (x - centre[None, :]) * scale[None, :] + shift[None, :]
         if RESIDUAL:
-            z += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offset, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+            z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)

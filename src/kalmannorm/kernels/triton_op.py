@@ -72,11 +72,11 @@ def forward(
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     grid = (blocks * how.splits * G,)
-    share = how.splits, how.chunks, how.per_split
+    share = how.splits, how.chunks
     norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
     norm.apply_kernel[grid](
         x, y, residual, partial, count, weight, bias, prior_mean, prior_var, gain, *moments,
-        N, G, C, L, m, *share, *affine, *predicted, eps, BS=power(how.splits), PRIOR=prior, **last, **tile,
+        N, G, C, L, m, *share, *affine, *predicted, eps, BS=how.merged, PRIOR=prior, **last, **tile,
     )  # fmt: skip
     return y, *moments  # type: ignore[return-value]
 
@@ -91,11 +91,11 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
-        x, partial, count, N, G, C, L, m, how.splits, how.chunks, how.per_split, **tile_of(shape, how, x.device)
+        x, partial, count, N, G, C, L, m, how.splits, how.chunks, **tile_of(shape, how, x.device)
     )  # fmt: skip
-    norm.observe_kernel[G, triton.cdiv(C, how.merge_channels)](
+    norm.observe_kernel[G, triton.cdiv(C, 32)](
         partial, count, mean, var, G, C, how.splits,
-        BS=power(how.splits), BC=how.merge_channels, **turns(x.device),
+        BS=how.merged, BC=32, **turns(x.device),
     )  # fmt: skip
     return mean, var
 
@@ -152,16 +152,16 @@ def backward(
     else:
         partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
         grid = (blocks * how.splits * G,)
-        share = how.splits, how.chunks, how.per_split
+        share = how.splits, how.chunks
         gradient.backward_reduce_kernel[grid](
-            grad_y, x, y, d_residual, partial, weight, bias, *moments[:2],
+            grad_y, x, y, d_residual, partial, weight, bias, *moments[:3],
             N, G, C, L, m, *share, weight_row, bias_row, eps, RESIDUAL=y is not None, **last, **tile,
         )  # fmt: skip
         gradient.backward_apply_kernel[grid](
             grad_y if d_residual is None else d_residual, x, dx, partial,
             weight, bias, prior_mean, prior_var, gain, *at,
             N, G, C, L, m, *share, weight_row, bias_row, *predicted, eps,
-            BS=power(how.splits), **last, **settled, **tile,
+            BS=how.merged, **last, **settled, **tile,
         )  # fmt: skip
     fold(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = (room.result for room in rooms)
@@ -174,6 +174,7 @@ def backward(
 
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
+    tile["EVEN"] = how.even(shape)
     return tile | turns(device) | ({} if how.held else {"STAGES": STAGES})
 
 
