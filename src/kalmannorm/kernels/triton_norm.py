@@ -156,8 +156,8 @@ def forward_kernel(
     x_ptr, y_ptr, residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    EVEN: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
@@ -202,8 +202,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
     in_turn(PDL)
@@ -286,8 +286,8 @@ def apply_kernel(
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
-    BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
