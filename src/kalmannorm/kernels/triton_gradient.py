@@ -214,7 +214,8 @@ def backward_apply_kernel(
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
     EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
+    TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: the filter's backward, whose rows (G, C) the first program of a group stores, and dx.
 
