@@ -1,15 +1,12 @@
-"""Groups: which neighbouring examples share their statistics, and sums over them on small (N, C) tensors.
+"""Groups: which neighbouring examples share their statistics, and how moments of examples become those of groups.
 
-A batch of N examples holds G = ceil(N / m) groups of m neighbours; the last may be smaller. Every statistic is
-first taken per example (N, C), where memory is read once in the order it lies, and then merged per group here, so
-no layout has to be copied and a ragged last group costs nothing. m = 0 means the whole batch is one group.
+A batch of N examples holds G = ceil(N / m) groups of m neighbours; the last may be smaller. m = 0 means the whole batch
+is one group.
 
 Nothing here depends on the values of a tensor.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,21 +41,6 @@ def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:
     return (examples - starts).clamp(max=size).unsqueeze(1)
 
 
-def reduce_groups(rows_NC: Tensor, size: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `reduce` (G, m, C) -> (G, C) to whole groups, and to a smaller last one by itself."""
-    examples, channels = rows_NC.shape
-    whole = examples - examples % size
-    if whole == examples:
-        return reduce(rows_NC.reshape(-1, size, channels))
-    last = reduce(rows_NC[whole:].unsqueeze(0))
-    return torch.cat([reduce(rows_NC[:whole].reshape(-1, size, channels)), last]) if whole else last
-
-
-def sum_groups(rows_NC: Tensor, size: int) -> Tensor:
-    """Sum the rows of each group: (N, C) -> (G, C)."""
-    return rows_NC if size == 1 else reduce_groups(rows_NC, size, lambda rows: rows.sum(1))
-
-
 def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
     """Mean of the rows of each group: (N, C) -> (G, C)."""
 
@@ -67,7 +49,14 @@ def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
         first = rows_GmC[:, :1]
         return first.squeeze(1) + (rows_GmC - first).mean(1)
 
-    return rows_NC if size == 1 else reduce_groups(rows_NC, size, mean)
+    examples, channels = rows_NC.shape
+    whole = examples - examples % size
+    if size == 1:
+        return rows_NC
+    if whole == examples:
+        return mean(rows_NC.reshape(-1, size, channels))
+    last = mean(rows_NC[whole:].unsqueeze(0))
+    return torch.cat([mean(rows_NC[:whole].reshape(-1, size, channels)), last]) if whole else last
 
 
 def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
