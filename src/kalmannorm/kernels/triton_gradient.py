@@ -15,6 +15,7 @@ import triton.language as tl
 from kalmannorm.kernels.triton_norm import (
     VARYING,
     channels_of,
+    in_vectors,
     load_prior,
     load_row,
     place,
@@ -116,10 +117,7 @@ def backward_kernel(
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
     mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
@@ -174,10 +172,7 @@ def backward_reduce_kernel(
 ):  # fmt: skip
     """Streamed, first: Σ g and Σ g (x - x̄) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
     row = group.to(tl.int64) * C + channel
@@ -222,10 +217,7 @@ def backward_apply_kernel(
     Behind a residual and a ReLU, g is what came through.
     """
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
     mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
-from kalmannorm.kernels.triton_norm import VARYING, activated, channels_of, load_prior, load_row, tile_at
+from kalmannorm.kernels.triton_norm import VARYING, activated, channels_of, in_vectors, load_prior, load_row, tile_at
 from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
@@ -29,10 +29,7 @@ def held_forward_kernel(
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
     start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
@@ -73,10 +70,7 @@ def held_backward_kernel(
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
     start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)

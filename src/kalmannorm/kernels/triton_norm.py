@@ -2,9 +2,9 @@
 
 x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
 because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
-lanes keeps a running mean and sum of squared deviations (Welford), and lanes, tiles and programs are merged in fixed
-order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are float32.
-Sizes are divided and multiplied by V, which divides them, so that the compiler knows how wide it may load.
+lanes sums how far its values are from its first one, and the squares of that; lanes, tiles and programs are merged in
+fixed order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are
+float32.
 
     streamed    reduce -> filter and apply     many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
@@ -26,6 +26,16 @@ from kalmannorm.kernels.triton_turns import in_turn
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
+
+
+@triton.jit
+def in_vectors(C, L, V: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """C and L as they are; but the compiler sees that V divides the one that a row of x is long, and loads as wide."""
+    if CHANNELS_LAST:
+        C = C // V * V
+    else:
+        L = L // V * V
+    return C, L
 
 
 @triton.jit
@@ -162,10 +172,7 @@ def forward_kernel(
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
     prior_mean, prior_var, q = load_prior(
@@ -207,10 +214,7 @@ def reduce_kernel(
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
     start, within, valid = tile_at(split, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
@@ -292,10 +296,7 @@ def apply_kernel(
 ):  # fmt: skip
     """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
     in_turn(PDL)
-    if CHANNELS_LAST:
-        C = C // V * V
-    else:
-        L = L // V * V
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
     prior_mean, prior_var, q = load_prior(
