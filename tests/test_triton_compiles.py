@@ -139,13 +139,16 @@ SMALLEST = 99 * 1024
         "wide": ((32, 1024, 28, 28), 2),
         "narrow": ((128, 16, 32, 32), 2),
         "streamed": ((4, 256, 56, 56), 4),
+        "streamed, larger": ((16, 256, 56, 56), 16),
+        "streamed, the largest": ((64, 64, 112, 112), 2),
     }.values(),
-    ids=["held", "wide", "narrow", "streamed"],
+    ids=["held", "wide", "narrow", "streamed", "streamed, larger", "streamed, the largest"],
 )
-def test_shared_memory_of_what_is_chosen(shape, m, dtype, compiled, monkeypatch):
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monkeypatch):
     monkeypatch.setattr(triton_op, "processors_of", lambda x: 132)
     C = shape[1]
-    x = torch.empty(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    x = torch.empty(shape, dtype=dtype, memory_format=layout)
     filtered, affine = (torch.zeros(1, C), torch.ones(1, C), torch.ones(C)), (torch.ones(C), torch.zeros(C))
     y, *moments = triton_op.forward(x, *filtered, *affine, m, 1e-5, x, True)
     triton_op.backward(x, [None] * 4, x, *filtered, affine[0], None, moments, y, m, 1e-5, True, 1)

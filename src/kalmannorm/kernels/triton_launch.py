@@ -14,13 +14,13 @@ from torch import Tensor
 from kalmannorm.groups import group_count, group_size
 
 HELD = 512
-"""Positions of a group that one program always holds in registers."""
+"""Positions of a group that one program holds in registers, in channels_last, unless wide tiles keep the GPU busy."""
 LONGEST = 2048
-"""Positions of a group that one program goes through twice, in channels_last; more are shared by several."""
-ON_CHIP = 32768
-"""Values of a slab that one program may read twice, in contiguous x: 64 KiB in half precision."""
-STAGES = 3
-"""Of loops: what is computed, and two tiles on their way into shared memory."""
+"""Positions of a group that one program sees to alone, in channels_last; more are shared by several."""
+SHORT = 16
+"""Chunks of a group that few programs go through alone, in contiguous x."""
+LEAST = 12800
+"""Values of each program, before groups are shared by twice as many."""
 MOST_SPLITS = 256
 """Shares of a group, which one program merges."""
 
@@ -42,6 +42,14 @@ class Shape(NamedTuple):
     def slab(self) -> int:
         """Positions of a group."""
         return self.m * self.L
+
+    @property
+    def size(self) -> int:
+        return self.N * self.C * self.L
+
+    def chunks(self, BR: int) -> int:
+        """Of BR positions of a group; where x is contiguous, they end where an example does."""
+        return -(-self.slab // BR) if self.channels_last else -(-self.L // BR) * self.m
 
     @property
     def vector(self) -> int:
@@ -74,6 +82,11 @@ class Launch(NamedTuple):
         """Shares of a group that a program loads at a time."""
         return min(power(self.splits), 32)
 
+    @property
+    def stages(self) -> int:
+        """Of loops: what is computed, and tiles on their way into shared memory."""
+        return 4 if self.splits else 3
+
 
 def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
     examples, channels = x.shape[:2]
@@ -90,63 +103,96 @@ def power(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def launch_for(shape: Shape, processors: int, *, backward: bool = False, wide: bool = False) -> Launch:
-    """`wide` is float32, of whose tiles half as much goes into shared memory."""
+def launch_for(
+    shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
+) -> Launch:
+    """`residual` is one more tensor to read; `wide` is float32, of which half as much fits where values are kept."""
+    how = None
     if shape.channels_last:
-        found = (_backward_last if backward else _forward_last)(shape, processors)
-        if found is None:
-            return _streamed_last(shape, processors)
-        return launch_of(shape, found.BR // 2, *found[1:3], found.warps) if wide and not found.held else found
-    BR = min(power(shape.L), 1024)
-    BC = widest = min(max(2048 // BR, 1), power(shape.C), 16)
-    while BC > 1 and _programs(shape, BC) < 1.8 * processors:
-        BC //= 2
-    programs = _programs(shape, BC)
-    if programs >= 8 * processors or (programs >= 0.9 * processors and shape.slab * BC <= ON_CHIP):
-        return launch_of(shape, BR, BC, 0)
-    return _streamed(shape, BR, widest, processors, each=8, least=4, warps=4)
+        how = (_backward_alone if backward else _forward_alone)(shape, processors)
+    elif shape.chunks(_alone_rows(shape)) <= SHORT or _programs(shape, 1) >= 16 * processors:
+        how = _contiguous_alone(shape, processors, backward)
+    if how is None:
+        how = _shared(shape, processors, backward, residual)
+    return _halved(shape, how) if wide else how
 
 
-def observing(shape: Shape, processors: int) -> Launch:
+def observing(shape: Shape, processors: int, *, wide: bool = False) -> Launch:
     """For the first of the streamed launches alone: tiles that are copied ahead, however small a group is."""
-    how = _streamed_last(shape, processors) if shape.channels_last else launch_for(shape, processors)
+    how = _shared(shape, processors, backward=False, residual=False)
+    how = _halved(shape, how) if wide and not how.held else how
     return how._replace(splits=max(how.splits, 1))
 
 
-def _streamed_last(shape: Shape, processors: int) -> Launch:
-    BC = min(power(shape.C), 32)
-    return _streamed(shape, min(2048 // BC, power(shape.slab)), BC, processors, each=4, least=8, warps=8)
-
-
-def _forward_last(shape: Shape, processors: int) -> Launch | None:
+def _forward_alone(shape: Shape, processors: int) -> Launch | None:
+    """One program for a group and a block of channels, in channels_last; none where that left the GPU idle."""
     rows = power(shape.slab)
-    if 128 < rows <= HELD and _programs(shape, 32) >= 2.9 * processors and shape.C >= 32:
-        return launch_of(shape, 64, 32, 0)
+    if rows > LONGEST:
+        return None
+    many = shape.C >= 64 and _programs(shape, 64) >= 0.9 * processors
     if rows <= HELD:
-        return _held(shape, min(max(8192 // rows, 16), 64), 64)
-    if rows <= LONGEST:
-        if _programs(shape, 32) >= 0.9 * processors:
-            return launch_of(shape, 128, min(power(shape.C), 32), 0)
-        if _programs(shape, 16) >= 0.45 * processors:
-            return _held(shape, 16, 64)
-    return None
+        return launch_of(shape, 64, 64, 0) if many and rows == HELD else _held(shape, 32, 64)
+    if many:
+        return launch_of(shape, 128, 64, 0, 8)
+    if _programs(shape, 16) > processors:
+        return launch_of(shape, 128, min(power(shape.C), 32), 0)
+    return _held(shape, 16, rows // 16) if _programs(shape, 16) >= 0.45 * processors else None
 
 
-def _backward_last(shape: Shape, processors: int) -> Launch | None:
-    rows, widest = power(shape.slab), power(shape.C)
-    many, some = (_programs(shape, BC) >= 0.9 * processors for BC in (64, 32))
-    if rows <= 128:
-        return _held(shape, 32, 32)
-    if rows <= HELD:
-        return launch_of(shape, 64, 64, 0) if many and widest >= 64 else _held(shape, 32, 64)
-    if rows <= LONGEST:
-        if many and widest >= 64:
-            return launch_of(shape, 128, 64, 0, 8)
-        if some:
-            return launch_of(shape, 128, min(widest, 32), 0)
-        if _programs(shape, 16) >= 0.45 * processors:
-            return _held(shape, 16, 64) if rows <= 1024 else launch_of(shape, 256, min(widest, 16), 0)
-    return None
+def _backward_alone(shape: Shape, processors: int) -> Launch | None:
+    rows = power(shape.slab)
+    if rows > LONGEST:
+        return None
+    wide, half, narrow = (_programs(shape, BC) / processors for BC in (64, 32, 16))
+    if rows < HELD:
+        return _held(shape, 32, 64)
+    if rows == HELD:
+        if shape.C >= 64 and wide >= 1.3:
+            return launch_of(shape, 64, 64, 0)
+        return launch_of(shape, 64, 32, 0) if shape.C >= 32 and half >= 1.8 else _held(shape, 32, 64)
+    if shape.C >= 64 and wide >= 0.9:
+        return launch_of(shape, 128, 64, 0, 8)
+    if half >= 1.8:
+        return launch_of(shape, 128, min(power(shape.C), 32), 0)
+    return _held(shape, 16, 64) if rows <= 1024 and narrow >= 0.45 else None
+
+
+def _alone_rows(shape: Shape) -> int:
+    """Positions of a tile in contiguous x: as long as rows are, but short enough for copies to run ahead."""
+    BR = min(power(shape.L), 1024)
+    while BR > 64 and 1 < shape.chunks(BR) < 8:
+        BR //= 2
+    return BR
+
+
+def _contiguous_alone(shape: Shape, processors: int, backward: bool) -> Launch | None:
+    BR = _alone_rows(shape)
+    if shape.chunks(BR) == 1:
+        return launch_of(shape, BR, min(max(2048 // BR, 1), power(shape.C)), 0, 1)
+    BC = min(max((1024 if backward else 2048) // BR, 1), max(512 // BR, 8), power(shape.C))
+    while BC > 1 and _programs(shape, BC) < 1.8 * processors:
+        BC //= 2
+    if _programs(shape, BC) < 0.9 * processors:
+        return None
+    return launch_of(shape, BR, BC, 0, 2 if BR >= 256 else 1)
+
+
+def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> Launch:
+    """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
+    if not shape.channels_last:
+        BR = min(power(shape.L), 256)
+        return _split(shape, BR, (4096 if BR == 256 else 2048) // BR, processors, each=8)
+    tiles = shape.size / 4096 / processors
+    one = shape.groups == 1
+    if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
+        return _split(shape, 64, 32, processors, each=2)
+    if tiles >= 96 and (backward or not one):
+        return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
+    if backward:
+        return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
+    if one and (residual or tiles < 16):
+        return _split(shape, 32, 64, processors, each=2)
+    return _split(shape, 64, 64, processors, each=2 if one else 4)
 
 
 def _held(shape: Shape, BC: int, each: int) -> Launch:
@@ -155,21 +201,31 @@ def _held(shape: Shape, BC: int, each: int) -> Launch:
     return launch_of(shape, rows, BC, 0, min(max(rows * BC // (32 * each), 1), 16))
 
 
+def _halved(shape: Shape, how: Launch) -> Launch:
+    """Half as many values in each thread, or in each tile."""
+    if how.held:
+        return how._replace(warps=min(2 * how.warps, 16))
+    return launch_of(shape, max(how.BR // 2, 1), how.BC, how.splits, how.warps)
+
+
 def _programs(shape: Shape, BC: int) -> int:
     return shape.groups * -(-shape.C // BC)
 
 
-def _streamed(shape: Shape, BR: int, BC: int, processors: int, *, each: int, least: int, warps: int) -> Launch:
-    """So many programs for each processor, where they have at least so many chunks to do; but two in any case."""
+def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int, warps: int = 4) -> Launch:
+    """At most so many programs on each processor, unless groups are more than that."""
+    if shape.channels_last and (shape.C < BC or (BC == 64 and shape.C % 64)):
+        BR, BC = 2 * BR, BC // 2
+    BR = min(BR, power(shape.slab if shape.channels_last else shape.L))
+    BC = min(BC, power(shape.C))
     programs = _programs(shape, BC)
-    chunks = launch_of(shape, BR, BC, 0).chunks
-    splits = max(-(-2 * processors // programs), min(-(-each * processors // programs), chunks // least))
-    return launch_of(shape, BR, BC, min(splits, MOST_SPLITS), warps)
+    while each > 1 and programs * shape.chunks(BR) * BR * BC < LEAST * each * processors:
+        each //= 2
+    return launch_of(shape, BR, BC, min(max(each * processors // programs, 1), MOST_SPLITS), warps)
 
 
 def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4) -> Launch:
-    per_example = shape.slab if shape.channels_last else shape.L
-    chunks = -(-per_example // BR) * (1 if shape.channels_last else shape.m)
+    chunks = shape.chunks(BR)
     return Launch(BR, BC, min(splits, chunks) if chunks > 2 else 0, chunks, warps)
 
 

@@ -18,7 +18,6 @@ from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_held as held
 from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_launch import (
-    STAGES,
     Launch,
     Shape,
     launch_for,
@@ -44,7 +43,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `aten.forward`."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x), wide=x.dtype == torch.float32)
+    wide = x.dtype == torch.float32
+    how = launch_for(shape, processors_of(x), residual=residual is not None, wide=wide)
     N, C, L, m, _ = shape
     G = shape.groups
     prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
@@ -84,7 +84,7 @@ def forward(
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     """As `aten.observe`: the first of the streamed launches, and one that merges the shares."""
     shape = shape_of(x, statistics_batch_size)
-    how = observing(shape, processors_of(x))
+    how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
     N, C, L, m, _ = shape
     G = shape.groups
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
@@ -118,7 +118,8 @@ def backward(
 ) -> list[Tensor]:
     """As `aten.backward`."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x), backward=True, wide=x.dtype == torch.float32)
+    wide = x.dtype == torch.float32
+    how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=wide)
     N, C, L, m, _ = shape
     G = shape.groups
     prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
@@ -175,7 +176,7 @@ def backward(
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
     tile["EVEN"] = how.even(shape)
-    return tile | turns(device) | ({} if how.held else {"STAGES": STAGES})
+    return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
 
 
 class Room(NamedTuple):
