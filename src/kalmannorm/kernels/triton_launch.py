@@ -141,8 +141,6 @@ def _forward_alone(shape: Shape, processors: int) -> Launch | None:
 
 def _backward_alone(shape: Shape, processors: int) -> Launch | None:
     rows = power(shape.slab)
-    if rows > LONGEST:
-        return None
     wide, half, narrow = (_programs(shape, BC) / processors for BC in (64, 32, 16))
     if rows < HELD:
         return _held(shape, 32, 64)
@@ -152,6 +150,8 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
         return launch_of(shape, 64, 32, 0) if shape.C >= 32 and half >= 1.8 else _held(shape, 32, 64)
     if shape.C >= 64 and wide >= 0.9:
         return launch_of(shape, 128, 64, 0, 8)
+    if rows > LONGEST:
+        return None
     if half >= 1.8:
         return launch_of(shape, 128, min(power(shape.C), 32), 0)
     return _held(shape, 16, 64) if rows <= 1024 and narrow >= 0.45 else None
@@ -186,13 +186,14 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     one = shape.groups == 1
     if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
         return _split(shape, 64, 32, processors, each=2)
-    if tiles >= 96 and (backward or not one):
-        return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
     if backward:
+        if tiles >= 64:
+            return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
         return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
-    if one and (residual or tiles < 16):
-        return _split(shape, 32, 64, processors, each=2)
-    return _split(shape, 64, 64, processors, each=2 if one else 4)
+    if tiles >= 256 and not one:
+        return _split(shape, 64, 64, processors, each=4, warps=8)
+    low = tiles < 16 or one == residual
+    return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
 
 
 def _held(shape: Shape, BC: int, each: int) -> Launch:
