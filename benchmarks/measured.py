@@ -63,7 +63,10 @@ def _source(path: Path, rows: list[Row]) -> str:
     commit, _, dirty = row["commit"].partition("-")
     versions = f"torch {row['torch']}, Python {row['python']}, commit {commit[:7]}{' with changes' if dirty else ''}"
     record = f"[record](../benchmarks/records/{path.name})"
-    return f"{row['rounds']} rounds; {machine}, {versions}; `{row['command']}` ({record})."
+    command = f"`{row['command']}`"
+    if any(other["command"] != row["command"] for other in rows):
+        command += ", and the like for the others"
+    return f"{row['rounds']} rounds; {machine}, {versions}; {command} ({record})."
 
 
 def _lines(headings: list[str], body: list[list[str]], words: int) -> list[str]:
