@@ -19,7 +19,7 @@ LAYERS = [
     {"checks", "checkpoints", "statistics", "kernels", "fused"},
     {"op"},
     {"functional"},
-    {"distributed"},
+    {"distributed", "example"},
     {"tracking"},
     {"grouped", "transition"},
     {"norm", "baselines", "others", "graph"},

@@ -89,14 +89,15 @@ def test_equals_one_by_one(case, at_once, one_by_one, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in NETS if case != "hard functions"])  # torch has none for those
 def test_gradients_of_gradients(case, one_by_one):
     model, x = prepared(case)
+    assert_same(twice(model, x), one_by_one(twice, model, x))
 
-    def twice(model):
-        model = copy.deepcopy(model)
-        parameters = list(model.parameters())
-        first = torch.autograd.grad(model(x).pow(3).sum(), parameters, create_graph=True)
-        return dict(enumerate(torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)))
 
-    assert_same(twice(model), one_by_one(twice, model))
+def twice(model, x):
+    """Gradients of gradients."""
+    model = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(model(x).pow(3).sum(), parameters, create_graph=True)
+    return dict(enumerate(torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)))
 
 
 def test_transforms_evaluate_step_by_step(monkeypatch):
@@ -338,6 +339,12 @@ def test_a_row_for_every_group_and_no_copy(passing):
         if rows is not None:
             assert rows.shape == (2, 8) and rows.stride(0) == 0
             assert "Spread" in type(rows.grad_fn).__name__
+
+
+def test_gradients_of_gradients_of_rows_for_every_group(passing, one_by_one):
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    x = torch.cat([x, -x])
+    assert_same(twice(model, x), one_by_one(twice, model, x))
 
 
 def test_other_batches_and_modes_take_one_row(passing, one_by_one):

@@ -1,4 +1,7 @@
-"""Triton's compiler takes every kernel, for a GPU that need not be there; its interpreter lets more pass."""
+"""Triton's compiler takes the kernels of the op and of tracking, for a GPU that need not be there.
+
+Its interpreter lets more pass.
+"""
 
 from __future__ import annotations
 

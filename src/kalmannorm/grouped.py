@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.distributed import ProcessGroupChoice, Ranks, normalize_jointly, take_part
+from kalmannorm.example import among_average, expected_of_example
 from kalmannorm.functional import normalize, transformed
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-from kalmannorm.statistics import among_average, expected_of_example
 from kalmannorm.tracking import TrackedNorm
 
 Inference = Literal["population", "batch", "example"]

@@ -17,10 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmannorm import filter as kalman
-from kalmannorm.functional import transformed
 from kalmannorm.groups import group_sizes
-from kalmannorm.kernels.dispatch import expecting_for, on_device_of
 from kalmannorm.moments import Moments
 
 
@@ -48,33 +45,6 @@ class Groups(NamedTuple):
 def groups_of(moments: Moments, examples: int, size: int) -> Groups:
     """Groups of `size` neighbours among `examples`, weighted by their examples."""
     return Groups(moments, group_sizes(examples, size, moments.mean) / examples)
-
-
-def among_average(example: Moments, average: Moments, size: int) -> Moments:
-    """A virtual group for each example, (N, C): itself, with weight 1/m, among m - 1 average ones."""
-    a = 1 / size
-    mean = a * example.mean + (1 - a) * average.mean
-    var = a * (example.var + (example.mean - mean).square()) + (1 - a) * (average.var + (average.mean - mean).square())
-    return Moments(mean, var)
-
-
-def expected_of_example(
-    prior: Moments | None, gain: Tensor | None, average: Moments, size: int
-) -> tuple[Moments | None, Tensor | None]:
-    """What `update` fuses with an example alone, and the trust in it, to give what its virtual group fused with the
-    prior would: both are mixtures, of which the prior and the average ones make one part."""
-    share = 1 / size
-    row = Moments(average.mean.unsqueeze(0), average.var.unsqueeze(0))
-    if prior is None or gain is None:
-        return (None, None) if size == 1 else (row, torch.full((), share, device=row.mean.device, dtype=row.mean.dtype))
-    prior, gain = prior.to(row.mean.dtype), gain.to(row.mean.dtype)
-    kernels = None if transformed() else expecting_for(prior.mean, prior.var, gain, *average[:2])
-    if kernels is not None:
-        with on_device_of(gain):
-            expected: tuple[Moments, Tensor] = kernels.expect(prior, gain, average, size)
-        return expected
-    trust = gain * share
-    return kalman.update(prior, row, (gain - trust) / (1 - trust)), trust
 
 
 def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:

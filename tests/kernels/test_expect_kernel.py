@@ -6,7 +6,7 @@ import pytest
 import torch
 from poisoned import DEVICE, poison
 
-from kalmannorm import Moments, statistics
+from kalmannorm import Moments, example
 from kalmannorm.kernels import dispatch, triton_expect
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
@@ -20,10 +20,10 @@ def test_matches_the_operations(rows, C, gains, size, monkeypatch):
     average = Moments(torch.randn(C, device=DEVICE), torch.rand(C, device=DEVICE) + 0.1)
     gain = torch.rand(C, device=DEVICE) * 0.8 + 0.1 if gains else torch.tensor(0.3, device=DEVICE)
     doubles = [Moments(m.mean.double(), m.var.double()) for m in (prior, average)]
-    expected, trust = statistics.expected_of_example(doubles[0], gain.double(), doubles[1], size)
+    expected, trust = example.expected_of_example(doubles[0], gain.double(), doubles[1], size)
     poison(monkeypatch)
-    monkeypatch.setattr(statistics, "expecting_for", lambda *tensors: triton_expect)
-    found, found_trust = statistics.expected_of_example(prior, gain, average, size)
+    monkeypatch.setattr(example, "expecting_for", lambda *tensors: triton_expect)
+    found, found_trust = example.expected_of_example(prior, gain, average, size)
     assert found_trust.shape == gain.shape
     pairs = (found.mean, expected.mean), (found.var, expected.var), (found_trust, trust)
     for a, b in pairs:
@@ -34,9 +34,9 @@ def test_expanded_rows_are_read_as_they_are(monkeypatch):
     row = torch.randn(1, 7, device=DEVICE)
     prior = Moments(row.expand(3, 7), row.abs().expand(3, 7))
     average, gain = Moments(row[0] + 1, row[0].abs() + 1), torch.tensor(0.4, device=DEVICE)
-    expected, _ = statistics.expected_of_example(prior, gain, average, 2)
-    monkeypatch.setattr(statistics, "expecting_for", lambda *tensors: triton_expect)
-    found, _ = statistics.expected_of_example(prior, gain, average, 2)
+    expected, _ = example.expected_of_example(prior, gain, average, 2)
+    monkeypatch.setattr(example, "expecting_for", lambda *tensors: triton_expect)
+    found, _ = example.expected_of_example(prior, gain, average, 2)
     torch.testing.assert_close(tuple(found[:2]), tuple(expected[:2]))
 
 

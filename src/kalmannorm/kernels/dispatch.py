@@ -14,16 +14,19 @@ from kalmannorm.groups import group_size
 from kalmannorm.kernels import aten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_CHANNELS = 2**20
+"""Of a tile's 2048 positions, at most, the last begins 2^31 values behind the first."""
 
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     """A module with `forward` and `backward` as `aten` has them."""
     if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0:
         return aten
-    # Inside a group the kernels count in 32 bits; where a group begins, in 64.
+    # Inside a group and inside a tile the kernels count in 32 bits; where those begin, in 64.
     examples = min(group_size(x.shape[0], statistics_batch_size), x.shape[0])
     group = examples * (x.numel() // (x.shape[0] * x.shape[1]))
-    return (fused(x.device.index) if group < 2**31 - 2**13 else None) or aten  # a tile may reach beyond the end
+    fits = group < 2**31 - 2**13 and x.shape[1] < MOST_CHANNELS  # a tile may reach beyond the end
+    return (fused(x.device.index) if fits else None) or aten
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:

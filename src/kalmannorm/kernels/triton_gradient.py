@@ -233,7 +233,7 @@ def backward_apply_kernel(
     shares_g = tl.zeros([BC, BS], tl.float32)
     shares_gx = tl.zeros([BC, BS], tl.float32)
     for first in tl.range(0, splits, BS):
-        share, there = shares_at(first, group, channel, in_c, G, C, splits, BS)
+        _, share, there = shares_at(first, group, channel, in_c, G, C, splits, BS)
         shares_g += tl.load(partial_ptr + share, mask=there, other=0.0)
         shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
     slope, constant = settle(

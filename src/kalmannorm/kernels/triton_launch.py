@@ -1,6 +1,8 @@
 """How the Triton kernels are launched: which path, which tiles, how many programs share a group.
 
-Chosen by shape alone, so that equal inputs run the same way and give equal bits; tuned on an H200.
+Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
+warps and shares found on an H200, for the shapes of common nets; their thresholds are programs, or tiles of 64 × 64
+values, for each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from kalmannorm.groups import group_count, group_size
 HELD = 512
 """Positions of a group that one program holds in registers, in channels_last, unless wide tiles keep the GPU busy."""
 LONGEST = 2048
-"""Positions of a group that one program sees to alone, in channels_last; more are shared by several."""
+"""Positions of a group that one program sees to alone, in channels_last, even where that keeps half the GPU busy."""
 SHORT = 16
 """Chunks of a group that few programs go through alone, in contiguous x."""
 LEAST = 12800
@@ -106,7 +108,7 @@ def power(n: int) -> int:
 def launch_for(
     shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
 ) -> Launch:
-    """`residual` is one more tensor to read; `wide` is float32, of which half as much fits where values are kept."""
+    """`residual` is one more tensor that a forward reads; `wide` is float32, of which half as much fits anywhere."""
     how = None
     if shape.channels_last:
         how = (_backward_alone if backward else _forward_alone)(shape, processors)
@@ -140,21 +142,22 @@ def _forward_alone(shape: Shape, processors: int) -> Launch | None:
 
 
 def _backward_alone(shape: Shape, processors: int) -> Launch | None:
+    """As `_forward_alone`. Long groups too, where there are enough: two looks by one program cost less than shares."""
     rows = power(shape.slab)
-    wide, half, narrow = (_programs(shape, BC) / processors for BC in (64, 32, 16))
+    by_64, by_32, by_16 = (_programs(shape, BC) / processors for BC in (64, 32, 16))
     if rows < HELD:
         return _held(shape, 32, 64)
     if rows == HELD:
-        if shape.C >= 64 and wide >= 1.3:
+        if shape.C >= 64 and by_64 >= 1.3:
             return launch_of(shape, 64, 64, 0)
-        return launch_of(shape, 64, 32, 0) if shape.C >= 32 and half >= 1.8 else _held(shape, 32, 64)
-    if shape.C >= 64 and wide >= 0.9:
+        return launch_of(shape, 64, 32, 0) if shape.C >= 32 and by_32 >= 1.8 else _held(shape, 32, 64)
+    if shape.C >= 64 and by_64 >= 0.9:
         return launch_of(shape, 128, 64, 0, 8)
     if rows > LONGEST:
         return None
-    if half >= 1.8:
+    if by_32 >= 1.8:
         return launch_of(shape, 128, min(power(shape.C), 32), 0)
-    return _held(shape, 16, 64) if rows <= 1024 and narrow >= 0.45 else None
+    return _held(shape, 16, 64) if rows <= 1024 and by_16 >= 0.45 else None
 
 
 def _alone_rows(shape: Shape) -> int:
@@ -181,7 +184,7 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
-        return _split(shape, BR, (4096 if BR == 256 else 2048) // BR, processors, each=8)
+        return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
     tiles = shape.size / 4096 / processors
     one = shape.groups == 1
     if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
@@ -192,6 +195,7 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
         return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
     if tiles >= 256 and not one:
         return _split(shape, 64, 64, processors, each=4, warps=8)
+    # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual
     return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
 
@@ -203,10 +207,12 @@ def _held(shape: Shape, BC: int, each: int) -> Launch:
 
 
 def _halved(shape: Shape, how: Launch) -> Launch:
-    """Half as many values in each thread, or in each tile."""
+    """Half as many values in each thread, or in each tile that is large."""
     if how.held:
-        return how._replace(warps=min(2 * how.warps, 16))
-    return launch_of(shape, max(how.BR // 2, 1), how.BC, how.splits, how.warps)
+        # Values that are loaded one by one take more registers.
+        BC = max(how.BC // 2, 1) if shape.vector == 1 else how.BC
+        return how._replace(BC=BC, warps=min(2 * how.warps, 16))
+    return launch_of(shape, how.BR // 2, *how[1:3], how.warps) if how.BR * how.BC >= 2048 else how
 
 
 def _programs(shape: Shape, BC: int) -> int:
@@ -215,10 +221,12 @@ def _programs(shape: Shape, BC: int) -> int:
 
 def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int, warps: int = 4) -> Launch:
     """At most so many programs on each processor, unless groups are more than that."""
-    if shape.channels_last and (shape.C < BC or (BC == 64 and shape.C % 64)):
-        BR, BC = 2 * BR, BC // 2
-    BR = min(BR, power(shape.slab if shape.channels_last else shape.L))
-    BC = min(BC, power(shape.C))
+    if shape.channels_last:
+        values = BR * BC
+        BC = min(32 if shape.C % 64 else BC, BC, power(shape.C))  # of 96 channels, 64 would leave half of a tile empty
+        BR = min(values // BC, power(shape.slab))
+    else:
+        BC = min(BC, power(shape.C))
     programs = _programs(shape, BC)
     while each > 1 and programs * shape.chunks(BR) * BR * BC < LEAST * each * processors:
         each //= 2

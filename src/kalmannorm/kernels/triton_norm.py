@@ -2,9 +2,9 @@
 
 x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
 because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
-lanes sums how far its values are from its first one, and the squares of that; lanes, tiles and programs are merged in
-fixed order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are
-float32.
+lanes sums how far so many values are from the first of them, and the squares of that; lanes, tiles and programs are
+merged in fixed order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter
+are float32.
 
     streamed    reduce -> filter and apply     many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
@@ -26,6 +26,7 @@ from kalmannorm.kernels.triton_turns import in_turn
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
+FRESH = tl.constexpr(64)  # values of a lane that are summed relative to its first
 
 
 @triton.jit
@@ -94,10 +95,53 @@ def gather(x, valid, count, base, sums, squares, EVEN: tl.constexpr):
 
 
 @triton.jit
+def not_negative(x):
+    """What rounding may have made less than 0; a NaN stays one."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
 def merge_gathered(count, base, sums, squares):
     """What `gather` found, as one row: how many values, their mean, their sum of squared deviations."""
     each = sums / tl.maximum(count, 1.0)[:, None]
-    return merge_lanes(count, base + each, squares - each * sums)
+    return merge_lanes(count, base + each, not_negative(squares - each * sums))
+
+
+@triton.jit
+def merge_rows(count, mean, squares, other_count, other_mean, other_squares):
+    """Two rows as one: how many values, their mean, their sum of squared deviations."""
+    total = count + other_count
+    share = other_count / tl.maximum(total, 1.0)
+    away = other_mean - mean
+    return total, mean + share * away, squares + other_squares + share * count * away * away
+
+
+@triton.jit
+def observed(
+    x_ptr, first, step, group, channel, in_c, N, C, L, m, chunks,
+    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Every `step`-th chunk of a group from `first` on: how many values, their mean, their squared deviations.
+
+    Sums relative to a lane's first value lose digits with every value more, where that one is unlike the others. So
+    after FRESH chunks lanes are merged, and begin anew.
+    """
+    total = 0.0
+    mean = tl.zeros([BC], tl.float32)
+    squared = tl.zeros([BC], tl.float32)
+    for begin in range(first, chunks, step * FRESH):
+        start, within, valid = tile_at(begin, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count = valid.to(tl.float32)
+        sums = tl.zeros([BR, BC], tl.float32)
+        squares = tl.zeros([BR, BC], tl.float32)
+        end = tl.minimum(chunks, begin + step * FRESH)
+        for chunk in tl.range(begin + step, end, step, num_stages=STAGES):
+            start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+            x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+            count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
+        total, mean, squared = merge_rows(total, mean, squared, *merge_gathered(count, base, sums, squares))
+    return total, mean, squared
 
 
 @triton.jit
@@ -180,16 +224,9 @@ def forward_kernel(
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    start, within, valid = tile_at(0, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-    base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-    count = valid.to(tl.float32)
-    sums = tl.zeros([BR, BC], tl.float32)
-    squares = tl.zeros([BR, BC], tl.float32)
-    for chunk in tl.range(1, chunks, num_stages=STAGES):
-        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-        x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-        count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
-    total, centre, squared = merge_gathered(count, base, sums, squares)
+    total, centre, squared = observed(
+        x_ptr, 0, 1, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN
+    )
     mean, var = settle(
         total, centre, squared, prior_mean, prior_var, q, group, channel, in_c,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
@@ -217,16 +254,9 @@ def reduce_kernel(
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
-    start, within, valid = tile_at(split, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-    base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-    count = valid.to(tl.float32)
-    sums = tl.zeros([BR, BC], tl.float32)
-    squares = tl.zeros([BR, BC], tl.float32)
-    for chunk in tl.range(split + splits, chunks, splits, num_stages=STAGES):
-        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-        x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-        count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
-    total, mean, squared = merge_gathered(count, base, sums, squares)
+    total, mean, squared = observed(
+        x_ptr, split, splits, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN
+    )
     row = (split * G + group).to(tl.int64)
     plane = tl.full([1], splits, tl.int64) * G * C
     tl.store(partial_ptr + row * C + channel, mean, mask=in_c)
@@ -237,14 +267,14 @@ def reduce_kernel(
 
 @triton.jit
 def shares_at(start, group, channel, in_c, G, C, splits, BS: tl.constexpr):
-    """Offsets [BC, BS] of BS shares of a group in partial sums, and which of them are there.
+    """BS shares of a group, their offsets [BC, BS] in partial sums, and which of them are there.
 
     Channels come first, across to x: a row summed over shares would otherwise bring its layout along, and every tile of
     x would go through shared memory to be stored.
     """
     split = start + tl.arange(0, BS)
     share = (split.to(tl.int64) * G + group)[None, :] * C + channel[:, None]
-    return share, (split < splits)[None, :] & in_c[:, None]
+    return split, share, (split < splits)[None, :] & in_c[:, None]
 
 
 @triton.jit
@@ -256,8 +286,7 @@ def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC:
     sums = tl.zeros([BC, BS], tl.float32)
     squares = tl.zeros([BC, BS], tl.float32)
     for start in tl.range(0, splits, BS):
-        share, there = shares_at(start, group, channel, in_c, G, C, splits, BS)
-        split = start + tl.arange(0, BS)
+        split, share, there = shares_at(start, group, channel, in_c, G, C, splits, BS)
         count = tl.load(count_ptr + split * G + group, mask=split < splits, other=0.0)
         away = tl.load(partial_ptr + share, mask=there, other=0.0) - base[:, None]
         squared = tl.load(squares_ptr + share, mask=there, other=0.0)
@@ -266,7 +295,7 @@ def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC:
         squares += squared + count[None, :] * away * away
     total, summed = tl.sum(counts, 0), tl.sum(sums, 1)
     missed = summed / total
-    return total, base + missed, tl.sum(squares, 1) - missed * summed
+    return total, base + missed, not_negative(tl.sum(squares, 1) - missed * summed)
 
 
 @triton.jit(do_not_specialize=VARYING)

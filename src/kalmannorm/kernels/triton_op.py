@@ -93,10 +93,10 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
         x, partial, count, N, G, C, L, m, how.splits, how.chunks, **tile_of(shape, how, x.device)
     )  # fmt: skip
-    norm.observe_kernel[G, triton.cdiv(C, 32)](
-        partial, count, mean, var, G, C, how.splits,
-        BS=how.merged, BC=32, **turns(x.device),
-    )  # fmt: skip
+    BC = 32
+    norm.observe_kernel[G, triton.cdiv(C, BC)](
+        partial, count, mean, var, G, C, how.splits, BS=how.merged, BC=BC, **turns(x.device)
+    )
     return mean, var
 
 
@@ -119,7 +119,7 @@ def backward(
     """As `aten.backward`."""
     shape = shape_of(x, statistics_batch_size)
     wide = x.dtype == torch.float32
-    how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=wide)
+    how = launch_for(shape, processors_of(x), backward=True, wide=wide)
     N, C, L, m, _ = shape
     G = shape.groups
     prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
@@ -227,8 +227,8 @@ def dense(*parameters: Tensor | None) -> list[Tensor | None]:
 
 
 def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients at a mean and a variance: both, or none at all."""
-    mean, var = dense(*grads)
+    """Gradients at a mean and a variance, row behind row: both, or none at all."""
+    mean, var = (None if grad is None else grad.contiguous() for grad in grads)
     if mean is None and var is not None:
         mean = torch.zeros_like(var)
     if var is None and mean is not None:
