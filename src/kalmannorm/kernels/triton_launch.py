@@ -1,8 +1,9 @@
 """How the Triton kernels are launched: which path, which tiles, how many programs share a group.
 
 Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
-warps and shares found on an H200, for the shapes of common nets; their thresholds are programs, or tiles of 64 × 64
-values, for each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
+warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`); thresholds are programs, or
+tiles of 64 × 64 values, for each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from
+1.8 all have two.
 """
 
 from __future__ import annotations

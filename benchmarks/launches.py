@@ -1,0 +1,252 @@
+"""The sweep that `kernels/triton_launch.py` was tuned by: launches of the op, timed on a GPU.
+
+    python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
+    python benchmarks/launches.py --read launches.csv          # what is chosen, beside the best that was measured
+
+One norm with its ReLU in bf16, forward and backward apart, as CUDA graphs. Small tensors are in the cache, as they are
+behind a convolution; of large ones there are several, in turn. `--jobs` processes build the kernels before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, launch_of, power
+from kalmannorm.lab.origin import commit
+
+RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
+COLUMNS = (
+    *("N", "C", "L", "m", "layout", "residual", "direction"),
+    *("BR", "BC", "warps", "splits", "us", "hardware", "torch", "commit"),
+)
+PROCESSORS = 132
+"""Of the H200 that the record is of."""
+SMALL = 7e6
+"""Values of a tensor that stays in the cache."""
+
+
+class Case(NamedTuple):
+    shape: Shape
+    residual: bool = False
+
+
+def _cases(layout: str, listed: str) -> list[Case]:
+    """From words such as 32x256x3136m2, with + for a residual."""
+    found = []
+    for word in listed.split():
+        sizes, m = word.rstrip("+").split("m")
+        N, C, L = map(int, sizes.split("x"))
+        found.append(Case(Shape(N, C, L, int(m), layout == "NHWC"), word.endswith("+")))
+    return found
+
+
+CASES = _cases(
+    "NHWC",
+    """
+    128x64x12544m128 128x64x12544m2 256x256x3136m256 256x256x3136m2 64x256x3136m64 64x256x3136m2
+    32x256x3136m32 32x256x3136m32+ 32x256x3136m2 32x256x3136m2+ 32x256x3136m4+ 32x64x12544m32 32x64x12544m2
+    32x64x3136m32 32x64x3136m2 32x192x3136m32 256x512x196m256 256x512x196m2 32x512x784m32 32x512x784m32+ 32x512x784m4+
+    32x512x784m2+ 32x128x784m32 32x128x784m4 32x128x784m2 32x96x784m32 32x96x784m2 32x192x784m2 32x256x784m2
+    32x1024x196m32 32x1024x196m32+ 32x1024x196m4+ 32x1024x196m2 32x1024x196m2+ 32x256x196m32 32x256x196m4 32x256x196m2
+    32x160x196m32 32x160x196m2 32x576x196m2 8x512x784m8 8x512x784m2 2x256x3136m2 128x16x1024m128 128x16x1024m2
+    32x512x49m32 32x512x49m4 32x512x49m2 32x2048x49m32 32x2048x49m32+ 32x2048x49m4+ 32x2048x49m2 32x2048x49m2+
+    32x352x49m32 32x352x49m2 128x96x1024m2 128x192x256m2 128x336x64m2
+    """,
+) + _cases(
+    "NCHW",
+    """
+    256x256x3136m256 256x256x3136m2 128x64x12544m128 128x64x12544m2 32x256x3136m32 32x256x3136m2 256x512x196m256
+    256x512x196m2 8x512x784m8 8x512x784m2 32x2048x49m32 32x2048x49m2 32x2048x49m1 128x16x1024m128 128x16x1024m2
+    2x256x3136m2
+    """,
+)
+
+
+def shared(s: Shape) -> Iterator[Launch]:
+    """Several programs for a group: as many as run at once, once to eight times over."""
+    small = s.size < SMALL
+    if s.channels_last:
+        tiles = [(64, 64, 4), (32, 64, 4), (64, 64, 8), (64, 32, 4), (128, 32, 4), (64, 32, 2), (16, 128, 4)]
+        tiles = [(128, 16, 4), (256, 16, 4), (256, 16, 8)] if s.C <= 16 else tiles
+        often: tuple[int, ...] = (1, 2, 3, 4) if small else (2, 4)
+    else:
+        row = power(s.L)
+        tiles = [(256, 16, 4), (256, 8, 4), (512, 8, 4), (512, 4, 4), (1024, 4, 4)]
+        tiles = [(min(BR, row), min(BC * BR // min(BR, row), 32), warps) for BR, BC, warps in tiles]
+        often = (2, 4, 8)
+    for BR, BC, warps in tiles:
+        programs = s.groups * -(-s.C // BC)
+        for times in often:
+            for splits in (max(times * PROCESSORS // programs, 1), -(-times * PROCESSORS // programs)):
+                how = launch_of(s, BR, BC, min(splits, 256), warps)
+                if how.splits:
+                    yield how
+
+
+def alone(s: Shape) -> Iterator[Launch]:
+    """One program for a group and a block of channels: held, or through loops."""
+    rows = power(s.slab)
+    if s.channels_last:
+        for BC in (16, 32, 64) if rows <= 2048 else ():
+            for warps in (1, 2, 4, 8, 16):
+                if 32 <= rows * BC // (32 * warps) <= (64 if warps < 8 else 128):
+                    yield launch_of(s, rows, BC, 0, warps)
+        tiles = [(64, 64, 4), (64, 64, 8), (128, 64, 8), (32, 64, 4), (128, 32, 4), (64, 32, 4), (32, 32, 2)]
+        tiles.append((128, 16, 4))
+        tiles = [tile for tile in tiles if 2 * tile[0] <= s.slab <= 8192]
+    else:
+        tiles = [
+            (BR, BC, warps)
+            for BR in sorted({min(power(s.L), BR) for BR in (64, 256, 1024)})
+            for BC in (1, 2, 4, 8, 16, 32)
+            for warps in (1, 2, 4)
+            if 16 <= BR * BC // (32 * warps) <= 64 and BR * BC <= 2048
+        ]
+    for BR, BC, warps in tiles:
+        if s.groups * -(-s.C // BC) >= 60:
+            yield launch_of(s, BR, BC, 0, warps)
+
+
+def candidates(case: Case) -> list[Launch]:
+    s = case.shape
+    chosen = [launch_for(s, PROCESSORS, backward=b, residual=case.residual and not b) for b in (False, True)]
+    return [how for how in dict.fromkeys([*chosen, *alone(s), *shared(s)]) if power(s.C) >= how.BC or how.BC == 16]
+
+
+def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
+    """Forward and backward, on so many sets of tensors."""
+    from kalmannorm.kernels import triton_op
+
+    (N, C, L, m, last), residual = case
+
+    def image() -> Tensor:
+        values = torch.randn(N, L, C, device=device).to(torch.bfloat16)
+        return values.transpose(1, 2).unsqueeze(3) if last else values.view(N, C, L, 1)
+
+    rows = torch.zeros(1, C, device=device), torch.ones(1, C, device=device), torch.full((C,), 0.5, device=device)
+    weight, bias = torch.ones(C, device=device), torch.zeros(C, device=device)
+    found: dict[str, list[Callable[[], object]]] = {"forward": [], "backward": []}
+    for _ in range(copies):
+        x, g, other = image(), image(), image() if residual else None
+        y, *moments = triton_op.forward(x, *rows, weight, bias, m, 1e-5, other, True)
+        end = (None, moments, y) if residual else (bias, moments, None)
+        found["forward"].append(
+            lambda x=x, other=other: triton_op.forward(x, *rows, weight, bias, m, 1e-5, other, True)
+        )
+        found["backward"].append(
+            lambda x=x, g=g, end=end: triton_op.backward(g, [None] * 4, x, *rows, weight, *end, m, 1e-5, True, 1)
+        )
+    return found
+
+
+def microseconds(each: list[Callable[[], object]]) -> float:
+    each[0]()
+    graph, turns = torch.cuda.CUDAGraph(), max(1, 10 // len(each))
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for call in each:
+                call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1e3 * min(times) / turns / len(each)
+
+
+def sweep(device: torch.device, share: tuple[int, int] | None) -> Iterator[list[object]]:
+    """One row for each; with a share, kernels are built and nothing is timed."""
+    from kalmannorm.kernels import triton_op
+
+    number = 0
+    for case in CASES:
+        triton_op.launch_for = launch_for
+        copies = 1 if share or case.shape.size < SMALL else max(2, min(8, round(6e7 / case.shape.size)))
+        both = calls(case, device, copies)
+        for how in candidates(case):
+            triton_op.launch_for = lambda *_, how=how, **__: how
+            number += 1
+            if share and number % share[1] != share[0]:
+                continue
+            for direction, each in both.items():
+                if share:
+                    each[0]()
+                    continue
+                layout = "NHWC" if case.shape.channels_last else "NCHW"
+                tile = how.BR, how.BC, how.warps, how.splits
+                yield [*case.shape[:4], layout, int(case.residual), direction, *tile, round(microseconds(each), 2)]
+
+
+def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]:
+    """µs of each case and direction, by tile, warps and splits."""
+    found: dict[tuple[Case, str], dict[tuple[int, ...], float]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            N, C, L, m = (int(row[name]) for name in "NCLm")
+            shape = Shape(N, C, L, m, row["layout"] == "NHWC")
+            case = Case(shape, row["residual"] == "1"), row["direction"]
+            tile = tuple(int(row[name]) for name in ("BR", "BC", "warps", "splits"))
+            found.setdefault(case, {})[tile] = float(row["us"])
+    return found
+
+
+def chosen(case: Case, direction: str) -> tuple[int, ...]:
+    backward = direction == "backward"
+    how = launch_for(case.shape, PROCESSORS, backward=backward, residual=case.residual and not backward)
+    return how.BR, how.BC, how.warps, how.splits
+
+
+def read(path: Path) -> None:
+    for (case, direction), times in measured(path).items():
+        own, best = chosen(case, direction), min(times, key=times.__getitem__)
+        s = case.shape
+        name = f"{s.N}x{s.C}x{s.L}m{s.m}{'+' if case.residual else ''} {'NHWC' if s.channels_last else 'NCHW'}"
+        now = f"{times[own]:.1f} µs" if own in times else "not measured"
+        print(f"{name:26} {direction:8} {own}: {now:12} best {best}: {times[best]:.1f} µs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="where to write the CSV")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
+    parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
+    parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, as 0/14
+    arguments = parser.parse_args()
+    if arguments.read:
+        read(arguments.read)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("a sweep needs a CUDA GPU; --read shows what one found")
+    device = torch.device("cuda", 0)
+    if arguments.build:
+        part, parts = map(int, arguments.build.split("/"))
+        assert not list(sweep(device, (part, parts)))
+        return
+    if arguments.output is None:
+        sys.exit("-o FILE.csv: where to write what is measured")
+    builders = [[sys.executable, __file__, "--build", f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
+    for process in [subprocess.Popen(builder) for builder in builders]:
+        process.wait()
+    about = torch.cuda.get_device_name(device), torch.__version__, commit()
+    with arguments.output.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in sweep(device, None):
+            writer.writerow([*row, *about])
+
+
+if __name__ == "__main__":
+    main()
