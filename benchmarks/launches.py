@@ -26,7 +26,7 @@ from kalmannorm.lab.origin import commit
 RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
 COLUMNS = (
     *("N", "C", "L", "m", "layout", "residual", "direction"),
-    *("BR", "BC", "warps", "splits", "us", "hardware", "torch", "commit"),
+    *("BR", "BC", "warps", "splits", "stages", "us", "hardware", "torch", "commit"),
 )
 PROCESSORS = 132
 """Of the H200 that the record is of."""
@@ -116,10 +116,22 @@ def alone(s: Shape) -> Iterator[Launch]:
             yield launch_of(s, BR, BC, 0, warps)
 
 
+def chosen(case: Case, direction: str) -> Launch:
+    backward = direction == "backward"
+    return launch_for(case.shape, PROCESSORS, backward=backward, residual=case.residual and not backward)
+
+
 def candidates(case: Case) -> list[Launch]:
-    s = case.shape
-    chosen = [launch_for(s, PROCESSORS, backward=b, residual=case.residual and not b) for b in (False, True)]
-    return [how for how in dict.fromkeys([*chosen, *alone(s), *shared(s)]) if power(s.C) >= how.BC or how.BC == 16]
+    tried = [
+        *(chosen(case, direction) for direction in ("forward", "backward")),
+        *alone(case.shape),
+        *shared(case.shape),
+    ]
+    return [how for how in dict.fromkeys(tried) if power(case.shape.C) >= how.BC or how.BC == 16]
+
+
+def tile(how: Launch) -> tuple[int, ...]:
+    return how.BR, how.BC, how.warps, how.splits
 
 
 def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
@@ -186,8 +198,8 @@ def sweep(device: torch.device, share: tuple[int, int] | None) -> Iterator[list[
                     each[0]()
                     continue
                 layout = "NHWC" if case.shape.channels_last else "NCHW"
-                tile = how.BR, how.BC, how.warps, how.splits
-                yield [*case.shape[:4], layout, int(case.residual), direction, *tile, round(microseconds(each), 2)]
+                what = *case.shape[:4], layout, int(case.residual), direction, *tile(how), 0 if how.held else how.stages
+                yield [*what, round(microseconds(each), 2)]
 
 
 def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]:
@@ -198,20 +210,14 @@ def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]
             N, C, L, m = (int(row[name]) for name in "NCLm")
             shape = Shape(N, C, L, m, row["layout"] == "NHWC")
             case = Case(shape, row["residual"] == "1"), row["direction"]
-            tile = tuple(int(row[name]) for name in ("BR", "BC", "warps", "splits"))
-            found.setdefault(case, {})[tile] = float(row["us"])
+            how = tuple(int(row[name]) for name in ("BR", "BC", "warps", "splits"))
+            found.setdefault(case, {})[how] = float(row["us"])
     return found
-
-
-def chosen(case: Case, direction: str) -> tuple[int, ...]:
-    backward = direction == "backward"
-    how = launch_for(case.shape, PROCESSORS, backward=backward, residual=case.residual and not backward)
-    return how.BR, how.BC, how.warps, how.splits
 
 
 def read(path: Path) -> None:
     for (case, direction), times in measured(path).items():
-        own, best = chosen(case, direction), min(times, key=times.__getitem__)
+        own, best = tile(chosen(case, direction)), min(times, key=times.__getitem__)
         s = case.shape
         name = f"{s.N}x{s.C}x{s.L}m{s.m}{'+' if case.residual else ''} {'NHWC' if s.channels_last else 'NCHW'}"
         now = f"{times[own]:.1f} µs" if own in times else "not measured"

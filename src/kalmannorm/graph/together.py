@@ -47,7 +47,7 @@ class Prior(Moments):
         return prior
 
 
-class Given(NamedTuple):
+class ForCall(NamedTuple):
     """What a bundle has for a call; the moments are None where they are not its work."""
 
     moments: Moments | None
@@ -60,7 +60,7 @@ class Results(dict[int, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: dict[int, Given] = {}
+        self.given: dict[int, ForCall] = {}
         self.checked = False
         self.tried: set[int] = set()
 
@@ -157,7 +157,7 @@ class Together:
             places = part.affine[call.identity] if passed else (None, None)
             weight, bias = (None if place is None else passed[place] for place in places)
             moments = results.get(call.target)
-            results.given[call.identity] = Given(moments, gain, (weight, bias))
+            results.given[call.identity] = ForCall(moments, gain, (weight, bias))
         if run.PASSES and torch.is_grad_enabled():
             _spread(part, context, results)
 
@@ -200,7 +200,7 @@ def _spread(part: Part, context: Context, results: Results) -> None:
     for i, identity in enumerate(calls):
         mean, var, trust, weight, bias = spread[5 * i : 5 * i + 5]
         assert mean is not None and var is not None and trust is not None
-        results.given[identity] = Given(Moments(mean, var), trust, (weight, bias))
+        results.given[identity] = ForCall(Moments(mean, var), trust, (weight, bias))
 
 
 def _groups(norm: Any, examples: int) -> int:

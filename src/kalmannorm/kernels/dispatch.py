@@ -31,9 +31,7 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 
 def tracking_for(rows: Tensor) -> ModuleType | None:
     """A module with `track` and `track_together`, where it can read such rows: no op, so no tracer may watch."""
-    if torch.compiler.is_compiling() or rows.device.type != "cuda" or rows.dtype != torch.float32:
-        return None
-    if type(rows) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or fused(rows.device.index) is None:
+    if not _read_by_kernels(rows):
         return None
     from kalmannorm.kernels import triton_tracking_together
 

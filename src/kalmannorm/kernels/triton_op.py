@@ -195,7 +195,7 @@ def room_for(shape: Shape, device: torch.device, parameter: Sequence[int] | None
     values = math.prod(parameter)
     if values == G * C:
         rows = torch.empty((G, C), device=device, dtype=dtype)
-        return Room(rows, rows.view(parameter), False)
+        return Room(rows, rows if parameter == (G, C) else rows.view(parameter), False)
     rows = torch.empty((G, C), device=device, dtype=torch.float32)
     return Room(rows, None if values < C else torch.empty(parameter, device=device, dtype=dtype), values == C)
 
