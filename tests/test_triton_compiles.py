@@ -31,6 +31,32 @@ from kalmannorm.kernels.move import Move  # noqa: E402
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
 
+OPERATION = re.compile(r"\s*(?:@\S+ )?([\w.]+)\s+(%\w+)(?:\|%\w+)?,\s*(.*);")
+
+
+def halves_that_differ(assembly):
+    """Sums of a thread's product and what another thread holds, that are, or may be, one fused operation.
+
+    The other thread fuses its own product: the two come out different, though both stand for the same result.
+    """
+    received, products, fused = set(), set(), []
+    for line in assembly.splitlines():
+        if match := OPERATION.match(line):
+            name, to, given = match[1], match[2], re.findall(r"%\w+", match[3])
+            if name.startswith("shfl.sync.bfly"):
+                received.add(to)
+            elif name.startswith("mov.b32"):
+                for kept in (received, products):
+                    kept |= {to} if kept & set(given) else set()
+            elif name == "mul.f32":
+                products.add(to)
+            elif name.startswith("fma.") and given[-1] in received:
+                fused.append(line)
+            elif name in ("add.f32", "sub.f32") and received & set(given) and products & set(given):
+                fused.append(line)
+    return fused
+
+
 class Compiled(dict):
     """The assembly of kernels, by name, and the most shared memory that each takes."""
 
@@ -62,6 +88,7 @@ def compiled(monkeypatch):
         architecture = 90 if kwargs.get("launch_pdl") else 80
         kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
         assembly[self.__name__] = kernel.asm["ptx"]
+        assert not halves_that_differ(kernel.asm["ptx"]), self.__name__
         assembly.shared[self.__name__] = max(kernel.metadata.shared, assembly.shared.get(self.__name__, 0))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -69,6 +96,7 @@ def compiled(monkeypatch):
 
 
 CASES = {
+    "held, a value for each thread": ((6, 8, 2, 2), True, (32, 32, 0), False),
     "held, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), True),
     "on chip, channels_last": ((6, 64, 4, 4), True, (16, 32, 0), False),
     "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
@@ -101,11 +129,32 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     assert compiled.keys() == expected | {"fold_kernel"}
 
 
+def trees():
+    """The modules of kernels, parsed."""
+    return [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(Path(triton_op.__file__).parent.glob("triton_*.py"))
+    ]
+
+
+def test_products_are_rounded_before_threads_sum_them():
+    """Of tiles of any size: `sum_of_products`."""
+    sums = [
+        node.args[0]
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.sum"
+    ]
+    assert len(sums) > 20
+    bare = [each for each in sums if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult)]
+    assert not bare, [ast.unparse(each) for each in bare]
+
+
 def test_every_kernel_waits_for_its_turn():
     """It is the first statement of each: nothing is touched before."""
     waiting = set()
-    for path in sorted(Path(triton_op.__file__).parent.glob("triton_*.py")):
-        for function in ast.parse(path.read_text(encoding="utf-8")).body:
+    for tree in trees():
+        for function in tree.body:
             if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
                 first = next(
                     each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant)

@@ -12,6 +12,7 @@ import triton.language as tl
 from kalmannorm.kernels import triton_gradient as gradient
 from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_norm import VARYING, activated, channels_of, in_vectors, load_prior, load_row, tile_at
+from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn
 
 settle = norm.settle
@@ -46,7 +47,7 @@ def held_forward_kernel(
     centre = tl.sum(held.to(tl.float32), 0) / total
     away = tl.where(mask, held.to(tl.float32) - centre[None, :], 0.0)
     mean, var = settle(
-        total, centre, tl.sum(away * away, 0), prior_mean, prior_var, q, group, channel, in_c,
+        total, centre, sum_of_products(away, away, 0), prior_mean, prior_var, q, group, channel, in_c,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
@@ -95,7 +96,7 @@ def held_backward_kernel(
     if RESIDUAL:
         tl.store(d_residual_ptr + start + within, g, mask=mask)
     slope, constant = settle_gradient(
-        tl.sum(g.to(tl.float32), 0), tl.sum(g.to(tl.float32) * (held.to(tl.float32) - centre[None, :]), 0),
+        tl.sum(g.to(tl.float32), 0), sum_of_products(g.to(tl.float32), held.to(tl.float32) - centre[None, :], 0),
         mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,

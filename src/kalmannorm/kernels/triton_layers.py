@@ -35,6 +35,7 @@ from kalmannorm.kernels.triton_moments import (
     WEIGHT,
     collect,
 )
+from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn
 
 
@@ -117,11 +118,11 @@ def layers_kernel(
     tap = tl.arange(0, TP)
     geometry = geometry_ptr + tl.load(row + GEOMETRY)
     share = tl.load(geometry + tap, mask=tap < taps, other=0.0)
-    var = tl.sum(tl.sum(squares, 1 if TAPS_LAST else 2) * share[None, :], 1)
+    var = sum_of_products(tl.sum(squares, 1 if TAPS_LAST else 2), share[None, :], 1)
     mean = centre(by_tap, geometry, tap, taps, kinds)
     for kind in range(kinds):
         inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
-        away = tl.sum(by_tap * inside[None, :], 1) - mean
+        away = sum_of_products(by_tap, inside[None, :], 1) - mean
         var += tl.load(geometry + taps + kind) * away * away
     kept = sums_ptr + tl.load(row + SUMS) + k[:, None] * taps + tap[None, :]
     tl.store(kept, by_tap, mask=(k < outputs)[:, None] & (tap < taps)[None, :] & (kinds > 1))
@@ -136,10 +137,10 @@ def layers_kernel(
 @triton.jit
 def centre(by_tap, geometry, tap, taps, kinds):
     """The mean over kinds of positions [BK]."""
-    mean = tl.sum(by_tap * 0.0, 1)
+    mean = tl.zeros([by_tap.shape[0]], tl.float32)
     for kind in range(kinds):
         inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
-        mean += tl.load(geometry + taps + kind) * tl.sum(by_tap * inside[None, :], 1)
+        mean += tl.load(geometry + taps + kind) * sum_of_products(by_tap, inside[None, :], 1)
     return mean
 
 
@@ -167,7 +168,7 @@ def rows_backward_kernel(
     at_sums = tl.zeros([BK, TP], tl.float32)
     for kind in range(kinds):
         inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
-        away = tl.sum(by_tap * inside[None, :], 1) - mean
+        away = sum_of_products(by_tap, inside[None, :], 1) - mean
         at_kind = tl.load(geometry + taps + kind) * (at_mean + 2.0 * at_var * away)
         at_sums += at_kind[:, None] * inside[None, :]
     tl.store(at_sums_ptr + kept, at_sums, mask=mask)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
@@ -80,7 +81,7 @@ def merge_lanes(count, mean, squares):
     """Lanes [BR], [BR, BC], [BR, BC] into one row: how many values, their mean, their sum of squared deviations."""
     total = tl.sum(count, 0)
     safe = tl.maximum(total, 1.0)
-    merged = tl.sum(mean * count[:, None], 0) / safe
+    merged = sum_of_products(mean, count[:, None], 0) / safe
     away = mean - merged[None, :]
     return total, merged, tl.sum(squares + count[:, None] * away * away, 0)
 

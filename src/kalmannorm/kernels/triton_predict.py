@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kalmannorm.filter import GAIN_MARGIN
 from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn, turns
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
@@ -102,8 +103,8 @@ def predict_backward_kernel(
             row_mean, row_var = tl.sum(at_mean, 0)[:, None], tl.sum(at_var, 0)[:, None]
             of_mean += row_mean * mean
             of_var += row_var * var
-            store_rows(to_mean, g, G, p, P, tl.sum(row_mean * a, 0)[None, :])
-            store_rows(to_var, g, G, p, P, tl.sum(row_var * a * a, 0)[None, :])
+            store_rows(to_mean, g, G, p, P, sum_of_products(row_mean, a, 0)[None, :])
+            store_rows(to_var, g, G, p, P, sum_of_products(row_var * a, a, 0)[None, :])
         else:
             of_mean = tl.dot(tl.trans(at_mean), mean, of_mean, input_precision=PRECISION)
             of_var = tl.dot(tl.trans(at_var), var, of_var, input_precision=PRECISION)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn, turns
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -53,8 +54,8 @@ def variance(spread, eps, KIND: tl.constexpr):
 @triton.jit
 def pool_tile(mean, var, share, eps, KIND: tl.constexpr):
     """One row (C,) of groups that lie in one tile, each weighted by its examples."""
-    average = tl.sum(mean * share[:, None], 0)
-    spread = tl.sum(spread_of(mean, var, average, eps, KIND) * share[:, None], 0)
+    average = sum_of_products(mean, share[:, None], 0)
+    spread = sum_of_products(spread_of(mean, var, average, eps, KIND), share[:, None], 0)
     return average, variance(spread, eps, KIND)
 
 
