@@ -82,6 +82,24 @@ def test_torch_compile_with_inductor_on_cuda(transition):
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
+def test_forward_and_backward_as_graphs(transition):
+    """By torch's own means, which take no module with hooks: the model is put into another."""
+    model = net(transition)
+    twin, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    graphed = torch.cuda.make_graphed_callables(nn.Sequential(model), (image().cuda(),))
+    model.load_state_dict(before)  # capturing runs the model, which moves its statistics
+    for seed in range(1, 4):
+        for each in (graphed, twin):
+            each(image(seed=seed).cuda()).square().mean().backward()
+    for (name, p), q in zip(twin.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=name)
+    for (name, p), q in zip(twin.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(q, p, msg=name)
+    x = image(3).cuda()
+    torch.testing.assert_close(graphed.eval()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
 def test_inference_and_deployment_on_cuda(transition):
     model = net(transition)
     recalibrate(model, [image(seed=seed) for seed in range(3)], progress=False)

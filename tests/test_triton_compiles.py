@@ -50,8 +50,8 @@ def halves_that_differ(assembly):
                     kept |= {to} if kept & set(given) else set()
             elif name == "mul.f32":
                 products.add(to)
-            elif name.startswith("fma.") and given[-1] in received:
-                fused.append(line)
+            elif name.startswith("fma."):
+                fused += [line] if given[-1] in received else []
             elif name in ("add.f32", "sub.f32") and received & set(given) and products & set(given):
                 fused.append(line)
     return fused

@@ -20,7 +20,7 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, groups: Sequence[int], *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.shapes = [row.shape for row in rows]
-        return tuple(row.view(1, -1).expand(size, -1) for row, size in zip(rows, groups, strict=True))
+        return tuple(row.expand(size, -1) for row, size in zip(rows, groups, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *at: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -71,7 +71,7 @@ def _read_by_kernels(*tensors: Tensor) -> bool:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of x."""
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return nullcontext()
     guard: AbstractContextManager[object] = torch.cuda.device(x.device)
     return guard

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from kalmannorm.kernels import triton_leaves as leaves_of
 from kalmannorm.kernels import triton_moments as moments
 from kalmannorm.kernels.bundle import Bundle
 from kalmannorm.kernels.bundle_aten import Tensors, Values
+from kalmannorm.kernels.triton_launch import blocks_of
 from kalmannorm.kernels.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
 from kalmannorm.kernels.triton_turns import turns
 from kalmannorm.moments.activations import DENSITY
@@ -112,7 +112,7 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
     entries = torch.empty((2, E), device=device, dtype=torch.float32)
     gains = torch.empty(channels, device=device, dtype=torch.float32)
     sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
-    leaves_of.leaves_kernel[(triton.cdiv(max(leaves, channels), BLOCK),)](
+    leaves_of.leaves_kernel[(blocks_of(max(leaves, channels), BLOCK),)](
         flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK,
         **turns(device),
     )  # fmt: skip
@@ -203,7 +203,7 @@ def backward(
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
     passed = _passed(bundle, at_passed, device)
-    leaves_of.leaves_backward_kernel[(triton.cdiv(leaves, BLOCK),)](
+    leaves_of.leaves_backward_kernel[(blocks_of(leaves, BLOCK),)](
         flat, small, passed, *uses, leaves, _beliefs(bundle), PASSED=passed is not None, BLOCK=BLOCK,
         **turns(device),
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmannorm.kernels.triton_launch import blocks_of
 from kalmannorm.kernels.triton_norm import update
 from kalmannorm.kernels.triton_turns import in_turn, turns
 from kalmannorm.moments import Moments
@@ -42,7 +43,7 @@ def expect(prior: Moments, gain: Tensor, average: Moments, size: int) -> tuple[M
     rows, C = mean.shape
     expected = Moments(*(torch.empty((rows, C), device=mean.device, dtype=torch.float32) for _ in range(2)))
     trust = torch.empty_like(gain)
-    expect_kernel[triton.cdiv(C, BLOCK), rows](
+    expect_kernel[blocks_of(C, BLOCK), rows](
         mean, var, gain, average.mean, average.var, expected.mean, expected.var, trust,
         C, mean.stride(0), var.stride(0), int(gain.numel() > 1), 1 / size, BLOCK=BLOCK, **turns(mean.device),
     )  # fmt: skip

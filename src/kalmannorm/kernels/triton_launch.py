@@ -100,6 +100,11 @@ def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
     return Shape(examples, channels, positions, size, channels_last)
 
 
+def blocks_of(size: int, BLOCK: int) -> int:
+    """So many cover it. `triton.cdiv` serves kernels too, and takes its time."""
+    return -(-size // BLOCK)
+
+
 def power(n: int) -> int:
     """The least power of two that is no smaller."""
     return 1 << max(n - 1, 0).bit_length()

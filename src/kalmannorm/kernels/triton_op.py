@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kalmannorm.kernels import triton_gradient as gradient
@@ -20,6 +19,7 @@ from kalmannorm.kernels import triton_norm as norm
 from kalmannorm.kernels.triton_launch import (
     Launch,
     Shape,
+    blocks_of,
     launch_for,
     observing,
     power,
@@ -61,7 +61,7 @@ def forward(
     prior = prior_mean is not None
     affine = row_step(weight, C), row_step(bias, C)
     predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
-    blocks = triton.cdiv(C, how.BC)
+    blocks = blocks_of(C, how.BC)
     if how.splits == 0:
         launch, loop = (held.held_forward_kernel, ()) if how.held else (norm.forward_kernel, (how.chunks,))
         launch[(G * blocks,)](
@@ -90,11 +90,11 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
-    norm.reduce_kernel[(triton.cdiv(C, how.BC) * how.splits * G,)](
+    norm.reduce_kernel[(blocks_of(C, how.BC) * how.splits * G,)](
         x, partial, count, N, G, C, L, m, how.splits, how.chunks, **tile_of(shape, how, x.device)
     )  # fmt: skip
     BC = 32
-    norm.observe_kernel[G, triton.cdiv(C, BC)](
+    norm.observe_kernel[G, blocks_of(C, BC)](
         partial, count, mean, var, G, C, how.splits, BS=how.merged, BC=BC, **turns(x.device)
     )
     return mean, var
@@ -142,7 +142,7 @@ def backward(
     at = *moments, *at_posterior, *at_observation, *(room.rows for room in rooms)
     weight_row, bias_row = row_step(weight, C), row_step(bias, C)
     predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
-    blocks = triton.cdiv(C, how.BC)
+    blocks = blocks_of(C, how.BC)
     if how.splits == 0:
         launch, loop = (held.held_backward_kernel, ()) if how.held else (gradient.backward_kernel, (how.chunks,))
         launch[(G * blocks,)](
@@ -210,7 +210,7 @@ def fold(rooms: Sequence[Room]) -> None:
     missing = [None] * (5 - len(folding))
     sources, targets = [room.rows for room in folding], [room.result for room in folding]
     BG, BC = min(power(G), 64), 16
-    gradient.fold_kernel[triton.cdiv(C, BC), len(folding)](
+    gradient.fold_kernel[blocks_of(C, BC), len(folding)](
         *sources, *missing, *targets, *missing, G, C, COUNT=len(folding), BG=BG, BC=BC, **turns(folding[0].rows.device)
     )
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kalmannorm.kernels.move import Move
-from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_launch import blocks_of, power
 from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn, turns
 
@@ -216,7 +216,7 @@ def track(move: Move) -> None:
     G, C = rows[0].shape
     BG = min(power(G), 64)
     BC = power(C) if BG * power(C) <= 4096 else max(2048 // BG, 16)
-    programs = triton.cdiv(C, BC)
+    programs = blocks_of(C, BC)
     scratch = None if programs == 1 else torch.empty((4, C), device=rows[0].device, dtype=torch.float32)
     cumulative = move.momentum is None
     track_kernel[(programs,)](
