@@ -26,6 +26,8 @@ LEAST = 12800
 """Values of each program, before groups are shared by twice as many."""
 MOST_SPLITS = 256
 """Shares of a group, which one program merges."""
+FRESH = 64
+"""Values of a lane that are summed relative to its first."""
 
 
 class Shape(NamedTuple):
@@ -79,6 +81,11 @@ class Launch(NamedTuple):
     def held(self) -> bool:
         """Whether a group is one tile of one program."""
         return self.splits == 0 and self.chunks == 1
+
+    @property
+    def once(self) -> bool:
+        """Whether the lanes of a program are merged but once, which saves it the registers for more."""
+        return blocks_of(self.chunks, max(self.splits, 1)) <= FRESH
 
     @property
     def merged(self) -> int:
@@ -199,7 +206,7 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
         if tiles >= 64:
             return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
         return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
-    if tiles >= 256 and not one:
+    if tiles >= 64 and not one:
         return _split(shape, 64, 64, processors, each=4, warps=8)
     # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual

@@ -22,12 +22,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmannorm.kernels import triton_launch
 from kalmannorm.kernels.triton_sums import sum_of_products
 from kalmannorm.kernels.triton_turns import in_turn
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
-FRESH = tl.constexpr(64)  # values of a lane that are summed relative to its first
+FRESH = tl.constexpr(triton_launch.FRESH)
 
 
 @triton.jit
@@ -118,30 +119,45 @@ def merge_rows(count, mean, squares, other_count, other_mean, other_squares):
 
 
 @triton.jit
+def gathered(
+    x_ptr, first, end, step, group, channel, in_c, N, C, L, m,
+    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Every `step`-th chunk of a group: how many values, their mean, their squared deviations."""
+    start, within, valid = tile_at(first, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+    base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+    count = valid.to(tl.float32)
+    sums = tl.zeros([BR, BC], tl.float32)
+    squares = tl.zeros([BR, BC], tl.float32)
+    for chunk in tl.range(first + step, end, step, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+        count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
+    return merge_gathered(count, base, sums, squares)
+
+
+@triton.jit
 def observed(
     x_ptr, first, step, group, channel, in_c, N, C, L, m, chunks,
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Every `step`-th chunk of a group from `first` on: how many values, their mean, their squared deviations.
+    """Of every `step`-th chunk from `first` on.
 
     Sums relative to a lane's first value lose digits with every value more, where that one is unlike the others. So
-    after FRESH chunks lanes are merged, and begin anew.
+    after FRESH chunks lanes are merged, and begin anew; ONCE tells that there are no more.
     """
+    if ONCE:
+        return gathered(
+            x_ptr, first, chunks, step, group, channel, in_c, N, C, L, m, BR, BC, STAGES, CHANNELS_LAST, EVEN
+        )
     total = 0.0
     mean = tl.zeros([BC], tl.float32)
     squared = tl.zeros([BC], tl.float32)
     for begin in range(first, chunks, step * FRESH):
-        start, within, valid = tile_at(begin, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-        base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-        count = valid.to(tl.float32)
-        sums = tl.zeros([BR, BC], tl.float32)
-        squares = tl.zeros([BR, BC], tl.float32)
         end = tl.minimum(chunks, begin + step * FRESH)
-        for chunk in tl.range(begin + step, end, step, num_stages=STAGES):
-            start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
-            x = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
-            count, base, sums, squares = gather(x, valid, count, base, sums, squares, EVEN)
-        total, mean, squared = merge_rows(total, mean, squared, *merge_gathered(count, base, sums, squares))
+        other = gathered(x_ptr, begin, end, step, group, channel, in_c, N, C, L, m, BR, BC, STAGES, CHANNELS_LAST, EVEN)
+        total, mean, squared = merge_rows(total, mean, squared, *other)
     return total, mean, squared
 
 
@@ -212,7 +228,7 @@ def forward_kernel(
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
@@ -226,7 +242,7 @@ def forward_kernel(
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total, centre, squared = observed(
-        x_ptr, 0, 1, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN
+        x_ptr, 0, 1, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN, ONCE
     )
     mean, var = settle(
         total, centre, squared, prior_mean, prior_var, q, group, channel, in_c,
@@ -248,7 +264,7 @@ def forward_kernel(
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
     in_turn(PDL)
@@ -256,7 +272,7 @@ def reduce_kernel(
     group, split, block = place(tl.program_id(0), C, splits, BC)
     channel, in_c = channels_of(block, C, BC, EVEN)
     total, mean, squared = observed(
-        x_ptr, split, splits, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN
+        x_ptr, split, splits, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN, ONCE
     )
     row = (split * G + group).to(tl.int64)
     plane = tl.full([1], splits, tl.int64) * G * C

@@ -64,16 +64,17 @@ def forward(
     blocks = blocks_of(C, how.BC)
     if how.splits == 0:
         launch, loop = (held.held_forward_kernel, ()) if how.held else (norm.forward_kernel, (how.chunks,))
+        once = {} if how.held else {"ONCE": how.once}
         launch[(G * blocks,)](
             x, y, residual, weight, bias, prior_mean, prior_var, gain, *moments,
-            N, G, C, L, m, *loop, *affine, *predicted, eps, PRIOR=prior, **last, **tile,
+            N, G, C, L, m, *loop, *affine, *predicted, eps, PRIOR=prior, **once, **last, **tile,
         )  # fmt: skip
         return y, *moments  # type: ignore[return-value]
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     grid = (blocks * how.splits * G,)
     share = how.splits, how.chunks
-    norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, **tile)
+    norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, ONCE=how.once, **tile)
     norm.apply_kernel[grid](
         x, y, residual, partial, count, weight, bias, prior_mean, prior_var, gain, *moments,
         N, G, C, L, m, *share, *affine, *predicted, eps, BS=how.merged, PRIOR=prior, **last, **tile,
@@ -91,7 +92,7 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     norm.reduce_kernel[(blocks_of(C, how.BC) * how.splits * G,)](
-        x, partial, count, N, G, C, L, m, how.splits, how.chunks, **tile_of(shape, how, x.device)
+        x, partial, count, N, G, C, L, m, how.splits, how.chunks, ONCE=how.once, **tile_of(shape, how, x.device)
     )  # fmt: skip
     BC = 32
     norm.observe_kernel[G, blocks_of(C, BC)](
