@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +26,15 @@ def test_the_document_says_what_the_records_say():
     assert measured.records(), "there is a record at least of the CPU"
     text = measured.DOCUMENT.read_text(encoding="utf-8")
     assert measured.written(text) == text, "run python benchmarks/measured.py"
+
+
+def test_loops_are_told_as_recorded():
+    rows = measured.read(measured.RECORDS / "loops-h200.csv")
+    text = measured.DOCUMENT.read_text(encoding="utf-8")
+    told = text.split("A step of ResNet-101")[1].split("record](../benchmarks/records/loops-h200.csv")[0]
+    by = {(row["method"], row["way"]): row["ms"] for row in rows}
+    told_in_order = [("nn.BatchNorm", "eager"), ("bkn", "eager"), ("nn.BatchNorm", "graphed"), ("bkn", "graphed")]
+    assert re.findall(r"\d+\.\d", told) == [by[key] for key in [*told_in_order, ("bkn fused", "graphed")]]
 
 
 @pytest.fixture
