@@ -1,10 +1,12 @@
 """The sweep that `kernels/triton_launch.py` was tuned by: launches of the op, timed on a GPU.
 
     python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
+    python benchmarks/launches.py --jobs 14 --both -o both.csv # forwards of large tensors, with the backward behind
     python benchmarks/launches.py --read launches.csv          # what is chosen, beside the best that was measured
 
 One norm with its ReLU in bf16, forward and backward apart, as CUDA graphs. Small tensors are in the cache, as they are
-behind a convolution; of large ones there are several, in turn. `--jobs` processes build the kernels before that.
+behind a convolution; of large ones there are several, in turn. With `--both` there is one, as in `kalmannorm bench op`,
+and the backward is launched as it is chosen to be. `--jobs` processes build the kernels before that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, launch_o
 from kalmannorm.lab.origin import commit
 
 RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
+RECORD_OF_BOTH = RECORD.with_name("launches-both-h200.csv")
 COLUMNS = (
     *("N", "C", "L", "m", "layout", "residual", "direction"),
     *("BR", "BC", "warps", "splits", "stages", "us", "hardware", "torch", "commit"),
@@ -69,6 +72,9 @@ CASES = _cases(
     2x256x3136m2
     """,
 )
+
+
+CASES_OF_BOTH = _cases("NHWC", "64x256x3136m2 256x256x3136m2 128x64x12544m2 32x256x3136m2 32x256x3136m32")
 
 
 def shared(s: Shape) -> Iterator[Launch]:
@@ -179,21 +185,29 @@ def microseconds(each: list[Callable[[], object]]) -> float:
     return 1e3 * min(times) / turns / len(each)
 
 
-def sweep(device: torch.device, share: tuple[int, int] | None) -> Iterator[list[object]]:
+def in_turn(apart: dict[str, list[Callable[[], object]]]) -> dict[str, list[Callable[[], object]]]:
+    (forward,), (backward,) = apart["forward"], apart["backward"]
+    return {"both": [lambda: (forward(), backward())]}
+
+
+def sweep(device: torch.device, share: tuple[int, int] | None, both: bool = False) -> Iterator[list[object]]:
     """One row for each; with a share, kernels are built and nothing is timed."""
     from kalmannorm.kernels import triton_op
 
     number = 0
-    for case in CASES:
+    for case in CASES_OF_BOTH if both else CASES:
         triton_op.launch_for = launch_for
-        copies = 1 if share or case.shape.size < SMALL else max(2, min(8, round(6e7 / case.shape.size)))
-        both = calls(case, device, copies)
+        one = both or share or case.shape.size < SMALL
+        found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
+        behind = chosen(case, "backward")
         for how in candidates(case):
-            triton_op.launch_for = lambda *_, how=how, **__: how
+            triton_op.launch_for = lambda *_, how=how, back=behind, backward=False, **__: (
+                back if both and backward else how
+            )
             number += 1
             if share and number % share[1] != share[0]:
                 continue
-            for direction, each in both.items():
+            for direction, each in (in_turn(found) if both else found).items():
                 if share:
                     each[0]()
                     continue
@@ -229,6 +243,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="where to write the CSV")
     parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
     parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
+    parser.add_argument("--both", action="store_true", help="a forward and its backward, of large tensors")
     parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, as 0/14
     arguments = parser.parse_args()
     if arguments.read:
@@ -239,18 +254,19 @@ def main() -> None:
     device = torch.device("cuda", 0)
     if arguments.build:
         part, parts = map(int, arguments.build.split("/"))
-        assert not list(sweep(device, (part, parts)))
+        assert not list(sweep(device, (part, parts), arguments.both))
         return
     if arguments.output is None:
         sys.exit("-o FILE.csv: where to write what is measured")
-    builders = [[sys.executable, __file__, "--build", f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
-    for process in [subprocess.Popen(builder) for builder in builders]:
+    builder = [sys.executable, __file__, *(["--both"] if arguments.both else []), "--build"]
+    builders = [[*builder, f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
+    for process in [subprocess.Popen(each) for each in builders]:
         process.wait()
     about = torch.cuda.get_device_name(device), torch.__version__, commit()
     with arguments.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for row in sweep(device, None):
+        for row in sweep(device, None, arguments.both):
             writer.writerow([*row, *about])
 
 

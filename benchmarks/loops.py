@@ -3,8 +3,8 @@
     python benchmarks/loops.py -o loops.csv
 
 Forward, loss, backward and optimizer on random images of 224², bf16 under autocast, channels_last; each contender by
-itself, the median of 15 steps. "graphed" is one line before the loop, `torch.cuda.make_graphed_callables`; the loss and
-the optimizer are started from Python as before. `kalmannorm bench step` captures those too.
+itself, the median of 15 steps. "graphed" is `torch.cuda.make_graphed_callables` before the loop; the loss and the
+optimizer are started from Python as before. `kalmannorm bench step` captures those too.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
     size = arguments.image_size
     x = torch.randn(arguments.batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
     rows = []

@@ -32,6 +32,19 @@ def test_near_the_best(key):
     assert times[chosen] <= 1.2 * min(times.values())
 
 
+BOTH = launches.measured(launches.RECORD_OF_BOTH)
+
+
+def test_the_record_of_both_is_of_these_cases():
+    assert {case for case, _ in BOTH} == set(launches.CASES_OF_BOTH)
+
+
+@pytest.mark.parametrize("key", BOTH, ids=named)
+def test_near_the_best_with_the_backward_behind(key):
+    times = BOTH[key]
+    assert times[launches.tile(launches.chosen(*key))] <= 1.1 * min(times.values())
+
+
 def test_nearly_all_was_measured():
     missing = [named(key) for key in MEASURED if launches.tile(launches.chosen(*key)) not in MEASURED[key]]
     assert len(missing) <= 3, missing

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 triton = pytest.importorskip("triton", minversion="3.3")
 
@@ -18,8 +19,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kalmannorm import Moments  # noqa: E402
+from kalmannorm import Moments, convert  # noqa: E402
 from kalmannorm.kernels import (  # noqa: E402
+    triton_bundle,
     triton_launch,
     triton_op,
     triton_predict,
@@ -28,7 +30,7 @@ from kalmannorm.kernels import (  # noqa: E402
 )
 from kalmannorm.kernels.move import Move  # noqa: E402
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
 
 OPERATION = re.compile(r"\s*(?:@\S+ )?([\w.]+)\s+(%\w+)(?:\|%\w+)?,\s*(.*);")
@@ -100,6 +102,8 @@ CASES = {
     "held, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), True),
     "on chip, channels_last": ((6, 64, 4, 4), True, (16, 32, 0), False),
     "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
+    "on chip, lanes that begin anew": ((6, 64, 40, 40), True, (16, 32, 0), False),
+    "streamed, lanes that begin anew": ((6, 8, 40, 40), False, (4, 8, 2), False),
     "on chip": ((6, 8, 14, 14), False, (256, 8, 0), True),
     "streamed, one channel": ((6, 1, 5, 1), False, (4, 1, 3), False),
 }
@@ -137,17 +141,39 @@ def trees():
     ]
 
 
+def summed_products(function):
+    """The sums over threads in a function, and those of them that are of a product."""
+
+    def product(value):
+        if isinstance(value, ast.UnaryOp):
+            return product(value.operand)
+        if isinstance(value, ast.Name):
+            return any(product(each) for each in assigned.get(value.id, ()))
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "tl.where":
+            return any(product(each) for each in value.args[1:])
+        return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
+
+    nodes, assigned = list(ast.walk(function)), {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    sums = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.sum"]
+    return sums, [ast.unparse(node) for node in sums if product(node.args[0])]
+
+
 def test_products_are_rounded_before_threads_sum_them():
-    """Of tiles of any size: `sum_of_products`."""
-    sums = [
-        node.args[0]
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.sum"
-    ]
-    assert len(sums) > 20
-    bare = [each for each in sums if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult)]
-    assert not bare, [ast.unparse(each) for each in bare]
+    """In tiles of any size: `sum_of_products`."""
+    functions = [each for tree in trees() for each in tree.body if isinstance(each, ast.FunctionDef)]
+    found = [summed_products(each) for each in functions]
+    assert sum(len(sums) for sums, _ in found) > 20
+    assert not [each for _, products in found for each in products]
+
+
+@pytest.mark.parametrize(
+    "code", ["tl.sum(-(a * b), 0)", "c = a * b\n    tl.sum(c, 0)", "tl.sum(tl.where(m, a * b, 0.0), 0)"]
+)
+def test_products_are_found_where_they_are(code):
+    assert summed_products(ast.parse(f"def kernel():\n    {code}\n").body[0])[1]
 
 
 def test_every_kernel_waits_for_its_turn():
@@ -209,8 +235,7 @@ def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monk
     assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared
 
 
-def move(kind, groups, observes):
-    C = 200
+def move(kind, groups, observes, C=200):
     rows, buffers = Moments(*torch.ones(2, groups, C)), tuple(torch.ones(2, C))
     counts = tuple(torch.zeros(3, dtype=torch.int64))
     seen = (rows, buffers) if observes else (None, None)
@@ -229,12 +254,48 @@ def test_tracking(kind, groups, compiled):
     assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
 
 
+def test_tracking_few_channels(compiled):
+    """Where each thread has one value of a sum."""
+    triton_tracking.track(move("total", 2, True, C=8))
+    triton_tracking_together.track_together([move("total", 2, True, C=8) for _ in range(2)], {})
+    assert len(compiled) == 2
+
+
 @pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
 @pytest.mark.parametrize("kind", ["total", "plain"])
 def test_tracking_together(kind, groups, compiled):
     triton_tracking_together.track_together([move(kind, groups, observes=kind == "total") for _ in range(3)], {})
     assert compiled.keys() == {"track_together_kernel"}
     assert "atom.global.gpu.acq_rel" in compiled["track_together_kernel"]
+
+
+@pytest.mark.parametrize(("C", "P"), [(16, 16), (1, 64)])
+def test_predicting_few_channels(C, P, compiled):
+    rows = torch.ones(1, P), torch.ones(1, P), torch.ones(C, P), torch.ones(()), torch.ones(1)
+    *at, gain = triton_predict.forward(*rows)
+    triton_predict.backward(*at, gain, *rows, True)
+    assert len(compiled) == 3
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+def test_priors_of_many_norms(compiled, monkeypatch):
+    """Of layers with one tap and with several, with padding, in groups and by channel."""
+    monkeypatch.setattr("kalmannorm.graph.together._runner", lambda *_: triton_bundle)
+    layers = [
+        nn.Conv2d(4, 8, 1),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Conv2d(8, 8, 3, groups=8),
+    ]
+    model = nn.Sequential(
+        *(each for layer in layers for each in (layer, nn.BatchNorm2d(layer.out_channels), nn.ReLU()))
+    )
+    model = convert(
+        nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), model), torch.randn(4, 4, 9, 9), statistics_batch_size=2
+    )
+    model(torch.randn(4, 4, 9, 9)).sum().backward()
+    kernels = {"layers_kernel", "layers_backward_kernel", "rows_backward_kernel", "tape_kernel", "tape_backward_kernel"}
+    assert kernels < compiled.keys()
 
 
 @pytest.mark.parametrize("groups", [1, 16, 70], ids=["one group", "one tile", "several"])

@@ -1,9 +1,9 @@
 """How the Triton kernels are launched: which path, which tiles, how many programs share a group.
 
 Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
-warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`); thresholds are programs, or
-tiles of 64 × 64 values, for each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from
-1.8 all have two.
+warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`), and for large tensors also
+with the backward behind the forward (launches-both-h200.csv); thresholds are programs, or tiles of 64 × 64 values, for
+each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
     def chunks(self, BR: int) -> int:
         """Of BR positions of a group; where x is contiguous, they end where an example does."""
-        return -(-self.slab // BR) if self.channels_last else -(-self.L // BR) * self.m
+        return blocks_of(self.slab, BR) if self.channels_last else blocks_of(self.L, BR) * self.m
 
     @property
     def vector(self) -> int:
@@ -84,7 +84,10 @@ class Launch(NamedTuple):
 
     @property
     def once(self) -> bool:
-        """Whether the lanes of a program are merged but once, which saves it the registers for more."""
+        """Whether the lanes of a program are merged but once, which saves it the registers for more.
+
+        Every program has a chunk: `launch_of` makes no more shares than there are chunks.
+        """
         return blocks_of(self.chunks, max(self.splits, 1)) <= FRESH
 
     @property
@@ -108,7 +111,7 @@ def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
 
 
 def blocks_of(size: int, BLOCK: int) -> int:
-    """So many cover it. `triton.cdiv` serves kernels too, and takes its time."""
+    """How many blocks cover so much. `triton.cdiv` does it too, but takes as long as two views."""
     return -(-size // BLOCK)
 
 
@@ -206,7 +209,7 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
         if tiles >= 64:
             return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
         return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
-    if tiles >= 64 and not one:
+    if tiles >= (256 if residual else 64) and not one:
         return _split(shape, 64, 64, processors, each=4, warps=8)
     # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual
@@ -229,7 +232,7 @@ def _halved(shape: Shape, how: Launch) -> Launch:
 
 
 def _programs(shape: Shape, BC: int) -> int:
-    return shape.groups * -(-shape.C // BC)
+    return shape.groups * blocks_of(shape.C, BC)
 
 
 def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int, warps: int = 4) -> Launch:

@@ -123,7 +123,7 @@ def gathered(
     x_ptr, first, end, step, group, channel, in_c, N, C, L, m,
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Every `step`-th chunk of a group: how many values, their mean, their squared deviations."""
+    """The same of chunks up to `end`, the first of which is there, in sums that are merged once."""
     start, within, valid = tile_at(first, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
     base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
     count = valid.to(tl.float32)
@@ -142,7 +142,7 @@ def observed(
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Of every `step`-th chunk from `first` on.
+    """Every `step`-th chunk of a group from `first` on: how many values, their mean, their squared deviations.
 
     Sums relative to a lane's first value lose digits with every value more, where that one is unlike the others. So
     after FRESH chunks lanes are merged, and begin anew; ONCE tells that there are no more.
