@@ -17,6 +17,7 @@ from kalmannorm.lab.origin import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import loops
 import measured
 
 CPU = torch.device("cpu")
@@ -40,6 +41,13 @@ def test_loops_are_told_as_recorded():
     assert re.findall(r"(?<![-=] )\b\d{2,}\b(?! \()", readme.replace("ResNet-101", "")) == round_ones
     losses = {(row["method"], row["way"]): row["loss"] for row in rows}
     assert all(losses[norm, "eager"] == losses[norm, "graphed"] for norm, _ in losses)
+
+
+def test_loops_have_the_columns_of_their_record():
+    rows = loops.measure("digits-net", 4, CPU, 1)
+    assert [row["method"] for row in rows] == ["nn.BatchNorm", "bkn", "bkn fused"]
+    recorded = measured.read(measured.RECORDS / "loops-h200.csv")
+    assert [*rows[0], *origin()] == list(recorded[0])
 
 
 @pytest.fixture

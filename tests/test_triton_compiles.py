@@ -1,4 +1,4 @@
-"""Triton's compiler takes the kernels of the op and of tracking, for a GPU that need not be there.
+"""Triton's compiler takes the kernels of the op, of tracking and of priors, for a GPU that need not be there.
 
 Its interpreter lets more pass.
 """
