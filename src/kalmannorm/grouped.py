@@ -209,8 +209,7 @@ class GroupedNorm(TrackedNorm):
             check_enough_values(x, self.statistics_batch_size)
         y, posterior, observation = self._normalize(x, prior, gain, residual, relu)
         if self.track_running_stats and not recomputing():
-            with torch.no_grad():
-                self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
+            self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
         return y, posterior
 
     def _train_jointly(

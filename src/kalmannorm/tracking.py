@@ -77,30 +77,28 @@ class TrackedNorm(_NormBase):
         examples, values = x.shape[0], x.numel() // x.shape[1]
         kernels = self._launch(posterior.mean)
         if kernels is None:
-            self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
+            with torch.no_grad():
+                self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
             return
         # Without the graph, which what waits for the end of a forward would keep when that end never comes.
-        posterior, observation = (Moments(rows.mean.detach(), rows.var.detach()) for rows in (posterior, observation))
+        posterior = Moments(posterior.mean.detach(), posterior.var.detach())
+        observation = Moments(observation.mean.detach(), observation.var.detach())
         move = self._move_by(posterior, observation, examples, size, values)
         if self.wire is None or not self.wire.postpone(move, kernels):
-            with on_device_of(posterior.mean):
+            with torch.no_grad(), on_device_of(posterior.mean):
                 kernels.track(move)
 
     def _move_by(self, posterior: Moments, observation: Moments, examples: int, size: int, values: int) -> Move:
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.values_tracked is not None and self.num_batches_tracked is not None
-        assert self.skipped_batches is not None
-        observed = None
-        if self.observed_mean is not None and self.observed_var is not None:
-            observed = self.observed_mean, self.observed_var
+        own: dict[str, Any] = self._buffers  # each by `self.` would take as long as a view
+        observed = own["observed_mean"], own["observed_var"]
         if self._arrived is None or self._arrived.device != posterior.mean.device:
             self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
         return Move(
             posterior,
-            None if observed is None else observation,
-            (self.running_mean, self.running_var),
-            observed,
-            (self.values_tracked, self.num_batches_tracked, self.skipped_batches),
+            None if observed[0] is None else observation,
+            (own["running_mean"], own["running_var"]),
+            None if observed[0] is None else observed,
+            (own["values_tracked"], own["num_batches_tracked"], own["skipped_batches"]),
             self._arrived,
             examples=examples,
             size=size,

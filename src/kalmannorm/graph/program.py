@@ -295,22 +295,26 @@ class Program:
 
     def evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> Moments:
         """The result of a step; `memo` keeps the results of steps for the norms that ask next."""
-        pending = [target]
-        with full_precision(context.device):
-            while pending:
-                index = pending[-1]
-                if index in memo:
-                    pending.pop()
-                    continue
-                step = self.steps[index]
-                missing = [i for i in step.inputs if i not in memo]
-                if missing:
-                    pending.extend(missing)
-                    continue
-                memo[index] = step.run([memo[i] for i in step.inputs], context)
-                pending.pop()
+        if target not in memo:
+            with full_precision(context.device):
+                self._evaluate(target, context, memo)
         result: Moments = memo[target]
         return result
+
+    def _evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> None:
+        pending = [target]
+        while pending:
+            index = pending[-1]
+            if index in memo:
+                pending.pop()
+                continue
+            step = self.steps[index]
+            missing = [i for i in step.inputs if i not in memo]
+            if missing:
+                pending.extend(missing)
+                continue
+            memo[index] = step.run([memo[i] for i in step.inputs], context)
+            pending.pop()
 
     def leaves(self, target: int, kind: type[Step]) -> list[Step]:
         """The steps of a kind that a step depends on."""

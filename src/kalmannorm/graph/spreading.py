@@ -19,20 +19,23 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, groups: Sequence[int], *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.shapes = [row.shape for row in rows]
+        ctx.ranks = [row.dim() for row in rows]
         return tuple(row.expand(size, -1) for row, size in zip(rows, groups, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *at: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(at)
-        alike: dict[int, list[int]] = {}  # by number of groups
-        for place, grad in enumerate(at):
+        alike: dict[int, tuple[list[int], list[int]]] = {}  # by number of groups: rows (C,), and rows (1, C)
+        for place, (grad, rank) in enumerate(zip(at, ctx.ranks, strict=True)):
             if grad is not None:
-                alike.setdefault(grad.shape[0], []).append(place)
+                alike.setdefault(grad.shape[0], ([], []))[rank - 1].append(place)
         for places in alike.values():
-            arrived = [grad for place in places if (grad := at[place]) is not None]
-            sums = torch.cat(arrived, 1).sum(0)
-            parts = torch.split(sums, [grad.shape[1] for grad in arrived])
-            for place, part in zip(places, parts, strict=True):
-                found[place] = part.view(ctx.shapes[place])
+            arrived = [[grad for place in each if (grad := at[place]) is not None] for each in places]
+            widths = [[grad.shape[1] for grad in grads] for grads in arrived]
+            sums = torch.cat([*arrived[0], *arrived[1]], 1).sum(0)
+            flat, rows = torch.split(sums, [sum(each) for each in widths])
+            found_parts = torch.split(flat, widths[0]), torch.split(rows.unsqueeze(0), widths[1], 1)
+            for each, parts in zip(places, found_parts, strict=True):
+                for place, part in zip(each, parts, strict=True):
+                    found[place] = part
         return None, *found

@@ -90,13 +90,18 @@ def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
     """All small tensors, one after the other: β and given means, γ and given variances, logits of gains."""
 
     def part(place: int | None, size: int, missing: float) -> Tensor:
-        return _constant(bundle, missing, size, device) if place is None else tensors[place].reshape(-1)
+        return _constant(bundle, missing, size, device) if place is None else _row(tensors[place])
 
     means = [part(each.bias, each.size, 0.0) for each in bundle.beliefs]
     spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
-    means += [tensors[each.mean].reshape(-1) for each in bundle.given]
-    spreads += [tensors[each.var].reshape(-1) for each in bundle.given]
-    return torch.cat([*means, *spreads, *(tensors[gain.logit].reshape(-1) for gain in bundle.gains)])
+    means += [_row(tensors[each.mean]) for each in bundle.given]
+    spreads += [_row(tensors[each.var]) for each in bundle.given]
+    return torch.cat([*means, *spreads, *(_row(tensors[gain.logit]) for gain in bundle.gains)])
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """(C,), and no view of it where it is that already."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _beliefs(bundle: Bundle) -> int:
@@ -154,8 +159,8 @@ def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
     """Means and variances, each (1, C)."""
     tables = _tables(bundle, values.entries.device)
     sizes = [result.numel() for result in bundle.results]
-    parts = torch.split(values.entries.index_select(1, tables.results), sizes, 1)
-    return [(part[:1], part[1:]) for part in parts]
+    means, variances = values.entries.index_select(1, tables.results).split(1)  # type: ignore[no-untyped-call]
+    return list(zip(means.split(sizes, 1), variances.split(sizes, 1), strict=True))
 
 
 def backward(
@@ -177,10 +182,10 @@ def backward(
     arrived = tables.results.numel()
     for row in range(2):
         parts = [
-            _constant(bundle, 0.0, result.numel(), device) if pair[row] is None else pair[row].reshape(-1)  # type: ignore[union-attr]
+            _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
             for result, pair in zip(bundle.results, at, strict=True)
         ]
-        torch.cat(parts, out=slots[row, 2 * E : 2 * E + arrived])
+        torch.cat(parts, 1, out=slots[row : row + 1, 2 * E : 2 * E + arrived])
     gathered = torch.empty((2, E), device=device, dtype=torch.float32)
     at_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
@@ -251,5 +256,7 @@ def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor
     found: list[Tensor | None] = [None] * len(tensors)
     for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
         if place is not None:
-            found[place] = part.view(tensors[place].shape).to(tensors[place].dtype)
+            shape, dtype = tensors[place].shape, tensors[place].dtype
+            part = part if len(shape) == 1 else part.view(shape)
+            found[place] = part if dtype == torch.float32 else part.to(dtype)
     return found

@@ -102,10 +102,15 @@ class Launch(NamedTuple):
 
 
 def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
-    examples, channels = x.shape[:2]
-    positions = x.numel() // max(examples * channels, 1)
+    return _shape(x.shape, x.is_contiguous(), statistics_batch_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(sizes: torch.Size, contiguous: bool, statistics_batch_size: int) -> Shape:
+    examples, channels = sizes[:2]
+    positions = sizes[2:].numel()
     # With one position the two layouts are the same memory, and rows of channels are the ones that vectorise.
-    channels_last = positions == 1 or not x.is_contiguous()
+    channels_last = positions == 1 or not contiguous
     size = min(group_size(examples, statistics_batch_size), examples)
     return Shape(examples, channels, positions, size, channels_last)
 

@@ -6,6 +6,7 @@ a gain that is a single number. Gradients come in the shapes and dtypes of what 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,11 @@ from kalmannorm.kernels.triton_launch import (
     processors_of,
     shape_of,
 )
+from kalmannorm.kernels.triton_ready import Ready
 from kalmannorm.kernels.triton_turns import turns
+
+KEPT = 4096
+"""Launches that stay ready, the last ones used."""
 
 
 def forward(
@@ -43,57 +48,62 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `aten.forward`."""
     shape = shape_of(x, statistics_batch_size)
-    wide = x.dtype == torch.float32
-    how = launch_for(shape, processors_of(x), residual=residual is not None, wide=wide)
-    N, C, L, m, _ = shape
-    G = shape.groups
-    prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
+    adds = residual is not None
+    how = launch_for(shape, processors_of(x), residual=adds, wide=x.dtype == torch.float32)
+    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
+    launches = forward_launches(shape, how, x.device, steps, eps, relu, adds)
     y = torch.empty_like(x)
     # One by one, because what an op returns may not share memory.
-    moments = [torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(4)]
-    tile = tile_of(shape, how, x.device)
-    last = {
-        "WEIGHT": weight is not None,
-        "BIAS": bias is not None,
-        "RELU": relu,
-        "RESIDUAL": residual is not None,
-    }
-    prior = prior_mean is not None
-    affine = row_step(weight, C), row_step(bias, C)
-    predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
-    blocks = blocks_of(C, how.BC)
+    mean = torch.empty((shape.groups, shape.C), device=x.device, dtype=torch.float32)
+    moments = mean, torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(mean)
     if how.splits == 0:
-        launch, loop = (held.held_forward_kernel, ()) if how.held else (norm.forward_kernel, (how.chunks,))
-        once = {} if how.held else {"ONCE": how.once}
-        launch[(G * blocks,)](
-            x, y, residual, weight, bias, prior_mean, prior_var, gain, *moments,
-            N, G, C, L, m, *loop, *affine, *predicted, eps, PRIOR=prior, **once, **last, **tile,
-        )  # fmt: skip
-        return y, *moments  # type: ignore[return-value]
-    partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
-    count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
-    grid = (blocks * how.splits * G,)
-    share = how.splits, how.chunks
-    norm.reduce_kernel[grid](x, partial, count, N, G, C, L, m, *share, ONCE=how.once, **tile)
-    norm.apply_kernel[grid](
-        x, y, residual, partial, count, weight, bias, prior_mean, prior_var, gain, *moments,
-        N, G, C, L, m, *share, *affine, *predicted, eps, BS=how.merged, PRIOR=prior, **last, **tile,
-    )  # fmt: skip
-    return y, *moments  # type: ignore[return-value]
+        launches[0](x, y, residual, *parameters, *moments)
+        return y, *moments
+    partial = torch.empty((2, how.splits, *mean.shape), device=x.device, dtype=torch.float32)
+    count = torch.empty((how.splits, shape.groups), device=x.device, dtype=torch.float32)
+    launches[0](x, partial, count)
+    launches[1](x, y, residual, partial, count, *parameters, *moments)
+    return y, *moments
+
+
+@functools.lru_cache(maxsize=KEPT)
+def forward_launches(
+    shape: Shape, how: Launch, device: torch.device, steps: Steps, eps: float, relu: bool, residual: bool
+) -> tuple[Ready, ...]:
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    options = tile_of(shape, how, device) | {
+        "PRIOR": steps.prior_mean is not None,
+        "WEIGHT": steps.weight is not None,
+        "BIAS": steps.bias is not None,
+        "RELU": relu,
+        "RESIDUAL": residual,
+    }
+    blocks = blocks_of(shape.C, how.BC) * shape.groups
+    if how.held:
+        return (Ready(held.held_forward_kernel, (blocks,), (*sizes, *rows, eps), options),)
+    if how.splits == 0:
+        numbers = *sizes, how.chunks, *rows, eps
+        return (Ready(norm.forward_kernel, (blocks,), numbers, options | {"ONCE": how.once}),)
+    numbers = *sizes, how.splits, how.chunks, *rows, eps
+    apply = Ready(norm.apply_kernel, (blocks * how.splits,), numbers, options | {"BS": how.merged})
+    return reducing(shape, how, device), apply
+
+
+def reducing(shape: Shape, how: Launch, device: torch.device) -> Ready:
+    numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks
+    grid = (blocks_of(shape.C, how.BC) * how.splits * shape.groups,)
+    return Ready(norm.reduce_kernel, grid, numbers, tile_of(shape, how, device) | {"ONCE": how.once})
 
 
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     """As `aten.observe`: the first of the streamed launches, and one that merges the shares."""
     shape = shape_of(x, statistics_batch_size)
     how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
-    N, C, L, m, _ = shape
-    G = shape.groups
+    G, C = shape.groups, shape.C
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
     partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
-    norm.reduce_kernel[(blocks_of(C, how.BC) * how.splits * G,)](
-        x, partial, count, N, G, C, L, m, how.splits, how.chunks, ONCE=how.once, **tile_of(shape, how, x.device)
-    )  # fmt: skip
+    reducing(shape, how, x.device)(x, partial, count)
     BC = 32
     norm.observe_kernel[G, blocks_of(C, BC)](
         partial, count, mean, var, G, C, how.splits, BS=how.merged, BC=BC, **turns(x.device)
@@ -119,59 +129,68 @@ def backward(
 ) -> list[Tensor]:
     """As `aten.backward`."""
     shape = shape_of(x, statistics_batch_size)
-    wide = x.dtype == torch.float32
-    how = launch_for(shape, processors_of(x), backward=True, wide=wide)
-    N, C, L, m, _ = shape
-    G = shape.groups
-    prior_mean, prior_var, gain, weight, bias = dense(prior_mean, prior_var, gain, weight, bias)
+    how = launch_for(shape, processors_of(x), backward=True, wide=x.dtype == torch.float32)
+    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
+    arrived = at_posterior[0] is not None, at_observation[0] is not None
+    launches = backward_launches(shape, how, x.device, steps, eps, relu, y is not None, bias_rows > 0, arrived)
     dx = torch.empty_like(x)
     d_residual = None if y is None else torch.empty_like(x)
-    none: tuple[Sequence[int] | None, torch.dtype] = (None, torch.float32)
-    to_weight, *to_prior = (none if t is None else (t.shape, t.dtype) for t in (weight, prior_mean, prior_var, gain))
-    to_bias = ((bias_rows, C), torch.float32) if bias_rows else none
-    rooms = [room_for(shape, x.device, *parameter) for parameter in (to_weight, to_bias, *to_prior)]
-    tile = tile_of(shape, how, x.device)
-    last = {"WEIGHT": weight is not None, "BIAS": bias is not None, "RELU": relu and y is None}
-    settled = {
-        "PRIOR": prior_mean is not None,
-        "TO_BIAS": bias_rows > 0,
-        "AT_POSTERIOR": at_posterior[0] is not None,
-        "AT_OBSERVATION": at_observation[0] is not None,
-    }
-    at = *moments, *at_posterior, *at_observation, *(room.rows for room in rooms)
-    weight_row, bias_row = row_step(weight, C), row_step(bias, C)
-    predicted = row_step(prior_mean, C), row_step(prior_var, C), gain_step(gain)
-    blocks = blocks_of(C, how.BC)
+    rooms = [
+        room_for(weight, moments[0]),
+        room_of((bias_rows, shape.C), torch.float32, moments[0]) if bias_rows else NO_ROOM,
+        *(room_for(parameter, moments[0]) for parameter in (prior_mean, prior_var, gain)),
+    ]
+    at = *moments, *at_posterior, *at_observation, *[room.rows for room in rooms]
     if how.splits == 0:
-        launch, loop = (held.held_backward_kernel, ()) if how.held else (gradient.backward_kernel, (how.chunks,))
-        launch[(G * blocks,)](
-            grad_y, x, y, dx, d_residual, weight, bias, prior_mean, prior_var, gain, *at,
-            N, G, C, L, m, *loop, weight_row, bias_row, *predicted, eps,
-            RESIDUAL=y is not None, **last, **settled, **tile,
-        )  # fmt: skip
+        launches[0](grad_y, x, y, dx, d_residual, *parameters, *at)
     else:
-        partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
-        grid = (blocks * how.splits * G,)
-        share = how.splits, how.chunks
-        gradient.backward_reduce_kernel[grid](
-            grad_y, x, y, d_residual, partial, weight, bias, *moments[:3],
-            N, G, C, L, m, *share, weight_row, bias_row, eps, RESIDUAL=y is not None, **last, **tile,
-        )  # fmt: skip
-        gradient.backward_apply_kernel[grid](
-            grad_y if d_residual is None else d_residual, x, dx, partial,
-            weight, bias, prior_mean, prior_var, gain, *at,
-            N, G, C, L, m, *share, weight_row, bias_row, *predicted, eps,
-            BS=how.merged, **last, **settled, **tile,
-        )  # fmt: skip
+        partial = torch.empty((2, how.splits, shape.groups, shape.C), device=x.device, dtype=torch.float32)
+        launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:3])
+        launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *at)
     fold(rooms)
-    d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = (room.result for room in rooms)
+    d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = [room.result for room in rooms]
     if gain is not None and d_gain is None:
         assert rooms[-1].rows is not None
         d_gain = rooms[-1].rows.sum().view(gain.shape).to(gain.dtype)
     results = dx, d_residual, d_prior_mean, d_prior_var, d_gain, d_weight, d_bias
     return [t for t in results if t is not None]
+
+
+@functools.lru_cache(maxsize=KEPT)
+def backward_launches(
+    shape: Shape,
+    how: Launch,
+    device: torch.device,
+    steps: Steps,
+    eps: float,
+    relu: bool,
+    residual: bool,
+    to_bias: bool,
+    arrived: tuple[bool, bool],
+) -> tuple[Ready, ...]:
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    # With a residual the output tells what a ReLU let through.
+    affine = {"WEIGHT": steps.weight is not None, "BIAS": steps.bias is not None, "RELU": relu and not residual}
+    looking = tile_of(shape, how, device) | affine
+    options = looking | {
+        "PRIOR": steps.prior_mean is not None,
+        "TO_BIAS": to_bias,
+        "AT_POSTERIOR": arrived[0],
+        "AT_OBSERVATION": arrived[1],
+    }
+    blocks = blocks_of(shape.C, how.BC) * shape.groups
+    masked = {"RESIDUAL": residual}
+    if how.held:
+        return (Ready(held.held_backward_kernel, (blocks,), (*sizes, *rows, eps), options | masked),)
+    if how.splits == 0:
+        return (Ready(gradient.backward_kernel, (blocks,), (*sizes, how.chunks, *rows, eps), options | masked),)
+    grid, share = (blocks * how.splits,), (how.splits, how.chunks)
+    return (
+        Ready(gradient.backward_reduce_kernel, grid, (*sizes, *share, *rows[:2], eps), looking | masked),
+        Ready(gradient.backward_apply_kernel, grid, (*sizes, *share, *rows, eps), options | {"BS": how.merged}),
+    )
 
 
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
@@ -189,16 +208,24 @@ class Room(NamedTuple):
     """Whether `result` is yet to be summed from the rows; else it is a view of them, or a single number."""
 
 
-def room_for(shape: Shape, device: torch.device, parameter: Sequence[int] | None, dtype: torch.dtype) -> Room:
-    if parameter is None:
-        return Room(None, None, False)
-    G, C = shape.groups, shape.C
-    values = math.prod(parameter)
-    if values == G * C:
-        rows = torch.empty((G, C), device=device, dtype=dtype)
-        return Room(rows, rows if parameter == (G, C) else rows.view(parameter), False)
-    rows = torch.empty((G, C), device=device, dtype=torch.float32)
-    return Room(rows, None if values < C else torch.empty(parameter, device=device, dtype=dtype), values == C)
+NO_ROOM = Room(None, None, False)
+
+
+def room_for(parameter: Tensor | None, like: Tensor) -> Room:
+    """`like` are rows (G, C) in float32."""
+    return NO_ROOM if parameter is None else room_of(parameter.shape, parameter.dtype, like)
+
+
+def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
+    rows = torch.empty_like(like)
+    if shape == like.shape and dtype == torch.float32:
+        return Room(rows, rows, False)
+    values = math.prod(shape)
+    if values == like.numel():
+        rows = rows if dtype == torch.float32 else torch.empty_like(like, dtype=dtype)
+        return Room(rows, rows.view(shape), False)
+    result = None if values < like.shape[1] else torch.empty(shape, device=like.device, dtype=dtype)
+    return Room(rows, result, values == like.shape[1])
 
 
 def fold(rooms: Sequence[Room]) -> None:
@@ -222,9 +249,39 @@ def try_out(device: torch.device) -> None:
     fold([Room(rows, torch.empty(1, device=device), True)])
 
 
-def dense(*parameters: Tensor | None) -> list[Tensor | None]:
-    """Such that rows lie together; how far they are from each other, `row_step` tells."""
-    return [t if t is None or (t.dim() == 2 and t.stride(1) == 1) else t.contiguous() for t in parameters]
+class Steps(NamedTuple):
+    """From one group's row of a parameter to the next, 0 where one row is for all; of the gain, from channel to
+    channel. None where there is no such parameter.
+    """
+
+    weight: int | None
+    bias: int | None
+    prior_mean: int | None
+    prior_var: int | None
+    gain: int | None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(step or 0 for step in self)
+
+
+def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], Steps]:
+    """γ, β, the prior's moments and the gain, such that rows lie together."""
+    laid: list[Tensor | None] = []
+    steps: list[int | None] = []
+    for rows in parameters:
+        step: int | None = None
+        if rows is not None:
+            strides = rows.stride()
+            if len(strides) != 2 or strides[1] != 1:
+                rows = rows.contiguous()
+                strides = rows.stride()
+            step = strides[0] if len(strides) == 2 and rows.shape[0] > 1 else 0
+        laid.append(rows)
+        steps.append(step)
+    if (gain := laid[-1]) is not None:  # rows (G, C) of a gain are equal, for its gradients' sake: the first serves
+        steps[-1] = 1 if gain.numel() > 1 else 0
+    return laid, Steps(*steps)
 
 
 def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
@@ -235,13 +292,3 @@ def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
     if var is None and mean is not None:
         var = torch.zeros_like(mean)
     return mean, var
-
-
-def row_step(rows: Tensor | None, channels: int) -> int:
-    """From one group's row of a parameter to the next: 0 where one row is for all."""
-    return rows.stride(0) if rows is not None and rows.numel() > channels else 0
-
-
-def gain_step(gain: Tensor | None) -> int:
-    """From channel to channel. Rows (G, C) of a gain are equal, for its gradients' sake: the first serves."""
-    return 1 if gain is not None and gain.numel() > 1 else 0
