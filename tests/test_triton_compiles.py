@@ -25,6 +25,7 @@ from kalmannorm.kernels import (  # noqa: E402
     triton_launch,
     triton_op,
     triton_predict,
+    triton_ready,
     triton_tracking,
     triton_tracking_together,
 )
@@ -94,7 +95,12 @@ def compiled(monkeypatch):
         assembly.shared[self.__name__] = max(kernel.metadata.shared, assembly.shared.get(self.__name__, 0))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    return assembly
+    kept = triton_op.forward_launches, triton_op.backward_launches, triton_ready.ready
+    for launches in kept:
+        launches.cache_clear()
+    yield assembly
+    for launches in kept:  # tests may have changed what they are made of
+        launches.cache_clear()
 
 
 CASES = {

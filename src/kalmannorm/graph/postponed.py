@@ -29,6 +29,7 @@ class Postponed:
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[ModuleType, torch.device], dict[int, _Waiting]] = {}
+        self.streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
     def add(self, move: Move, kernels: ModuleType, tables: dict[Any, Any]) -> None:
         device, buffer = move.posterior.mean.device, move.running[0].data_ptr()
@@ -36,26 +37,33 @@ class Postponed:
         if buffer in waiting or len(waiting) == MOST:
             self.make(tables)
             waiting = self.waiting.setdefault((kernels, device), {})
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        waiting[buffer] = _Waiting(move, stream)
+        waiting[buffer] = _Waiting(move, self._stream(device))
 
     def make(self, tables: dict[Any, Any]) -> None:
         """Make all moves that wait."""
         everything, self.waiting = self.waiting, {}
-        for (kernels, _), waiting in everything.items():
+        for (kernels, device), waiting in everything.items():
             moves = [each.move for each in waiting.values()]
             with torch.no_grad(), on_device_of(moves[0].posterior.mean):
+                here = self._stream(device)
                 for each in waiting.values():
-                    _join(each)
+                    if each.stream is not here:
+                        _join(each, here)
                 kernels.track_together(moves, tables)
 
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The current one; the same object for the same stream, and not made anew for every norm."""
+        if device.type != "cuda":
+            return None
+        key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        if key not in self.streams:
+            self.streams[key] = torch.cuda.current_stream(device)
+        return self.streams[key]
 
-def _join(waiting: _Waiting) -> None:
+
+def _join(waiting: _Waiting, here: torch.cuda.Stream | None) -> None:
     """Branches of a model may run on streams of their own: let this one wait, and the memory live until it has read."""
-    if waiting.stream is None:
-        return
-    here = torch.cuda.current_stream()
-    if waiting.stream != here:
+    if waiting.stream is not None and here is not None:
         here.wait_stream(waiting.stream)
         for rows in waiting.move.rows():
             rows.record_stream(here)

@@ -31,8 +31,11 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 
 def tracking_for(rows: Tensor) -> ModuleType | None:
     """A module with `track` and `track_together`, where it can read such rows: no op, so no tracer may watch."""
-    if not _read_by_kernels(rows):
-        return None
+    return _tracking() if _read_by_kernels(rows) else None
+
+
+@functools.cache
+def _tracking() -> ModuleType:
     from kalmannorm.kernels import triton_tracking_together
 
     return triton_tracking_together
@@ -63,9 +66,9 @@ def _read_by_kernels(*tensors: Tensor) -> bool:
     device = tensors[0].device
     if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    plain = (Tensor, torch.nn.Parameter)
-    if any(type(t) not in plain or t.dtype != torch.float32 or t.device != device for t in tensors):
-        return False
+    for t in tensors:
+        if type(t) not in (Tensor, torch.nn.Parameter) or t.dtype != torch.float32 or t.device != device:
+            return False
     return fused(device.index) is not None
 
 

@@ -21,8 +21,8 @@ from kalmannorm.kernels import triton_moments as moments
 from kalmannorm.kernels.bundle import Bundle
 from kalmannorm.kernels.bundle_aten import Tensors, Values
 from kalmannorm.kernels.triton_launch import blocks_of
+from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
-from kalmannorm.kernels.triton_turns import turns
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
 
@@ -117,25 +117,24 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
     entries = torch.empty((2, E), device=device, dtype=torch.float32)
     gains = torch.empty(channels, device=device, dtype=torch.float32)
     sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
-    leaves_of.leaves_kernel[(blocks_of(max(leaves, channels), BLOCK),)](
-        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN, BLOCK=BLOCK,
-        **turns(device),
-    )  # fmt: skip
+    ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK)(
+        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN
+    )
     slopes: list[Tensor] = []
     for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
         for tape in tapes:
             T = tape.instructions[0].numel()
             if gradients:
                 slopes.append(torch.empty((4, T), device=device, dtype=torch.float32))
-            moments.tape_kernel[(tape.depths.numel(),)](
+            ready(moments.tape_kernel, (tape.depths.numel(),), device, SLOPES=gradients, **_options(tape))(
                 entries, E, slopes[-1] if gradients else None, T, *tape.instructions, tape.offsets, tape.depths,
-                tables.numbers, _weights(bundle, device), SLOPES=gradients, **_options(tape), **turns(device),
+                tables.numbers, _weights(bundle, device),
             )  # fmt: skip
         for tile, grouped, work in stage.forward:
-            layers.layers_kernel[(work.shape[0],)](
-                entries, sums, bound.table, work, tables.index, tables.geometry, E,
-                **tile._asdict(), TYPE=type_of, GROUPED=grouped, **turns(device),
-            )  # fmt: skip
+            options = tile._asdict() | {"TYPE": type_of, "GROUPED": grouped}
+            ready(layers.layers_kernel, (work.shape[0],), device, **options)(
+                entries, sums, bound.table, work, tables.index, tables.geometry, E
+            )
     # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
     return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat, *slopes)])
 
@@ -192,33 +191,31 @@ def backward(
     uses = (slots, S, *tables.uses)
     for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
         for tile, _, work in stage.forward:
-            layers.rows_backward_kernel[(work.shape[0],)](
-                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses, BK=tile.BK, TP=tile.TP,
-                **turns(device),
-            )  # fmt: skip
+            ready(layers.rows_backward_kernel, (work.shape[0],), device, BK=tile.BK, TP=tile.TP)(
+                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses
+            )
         for tile, depthwise, work in stage.backward:
-            layers.layers_backward_kernel[(work.shape[0],)](
-                entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E,
-                **tile._asdict(), TYPE=type_of, DEPTHWISE=depthwise, **turns(device),
-            )  # fmt: skip
+            options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
+            ready(layers.layers_backward_kernel, (work.shape[0],), device, **options)(
+                entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E
+            )
         for tape in reversed(tapes):
-            moments.tape_backward_kernel[(tape.depths.numel(),)](
+            ready(moments.tape_backward_kernel, (tape.depths.numel(),), device, LANES=LANES, num_warps=2)(
                 entries, E, slopes.pop(), tape.instructions[0].numel(), *uses, *tape.instructions,
-                tape.offsets, tape.depths, LANES=LANES, num_warps=2, **turns(device),
+                tape.offsets, tape.depths,
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
     passed = _passed(bundle, at_passed, device)
-    leaves_of.leaves_backward_kernel[(blocks_of(leaves, BLOCK),)](
-        flat, small, passed, *uses, leaves, _beliefs(bundle), PASSED=passed is not None, BLOCK=BLOCK,
-        **turns(device),
-    )  # fmt: skip
+    ready(
+        leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, PASSED=passed is not None, BLOCK=BLOCK
+    )(flat, small, passed, *uses, leaves, _beliefs(bundle))
     if bundle.gains:
         grads = [
             _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
             for gain, grad in zip(bundle.gains, at_gains, strict=True)
         ]
-        leaves_of.gains_backward_kernel[(len(grads),)](
-            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN, BLOCK=4 * BLOCK, **turns(device)
+        ready(leaves_of.gains_backward_kernel, (len(grads),), device, BLOCK=4 * BLOCK)(
+            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN
         )
     found = _unflattened(bundle, tensors, small)
     for layer, start in zip(tables.layers, bound.starts, strict=True):

@@ -27,11 +27,8 @@ from kalmannorm.kernels.triton_launch import (
     processors_of,
     shape_of,
 )
-from kalmannorm.kernels.triton_ready import Ready
+from kalmannorm.kernels.triton_ready import KEPT, Ready, ready
 from kalmannorm.kernels.triton_turns import turns
-
-KEPT = 4096
-"""Launches that stay ready, the last ones used."""
 
 
 def forward(
@@ -105,8 +102,8 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     reducing(shape, how, x.device)(x, partial, count)
     BC = 32
-    norm.observe_kernel[G, blocks_of(C, BC)](
-        partial, count, mean, var, G, C, how.splits, BS=how.merged, BC=BC, **turns(x.device)
+    ready(norm.observe_kernel, (G, blocks_of(C, BC)), x.device, BS=how.merged, BC=BC)(
+        partial, count, mean, var, G, C, how.splits
     )
     return mean, var
 
@@ -238,8 +235,9 @@ def fold(rooms: Sequence[Room]) -> None:
     missing = [None] * (5 - len(folding))
     sources, targets = [room.rows for room in folding], [room.result for room in folding]
     BG, BC = min(power(G), 64), 16
-    gradient.fold_kernel[blocks_of(C, BC), len(folding)](
-        *sources, *missing, *targets, *missing, G, C, COUNT=len(folding), BG=BG, BC=BC, **turns(folding[0].rows.device)
+    grid = blocks_of(C, BC), len(folding)
+    ready(gradient.fold_kernel, grid, folding[0].rows.device, COUNT=len(folding), BG=BG, BC=BC)(
+        *sources, *missing, *targets, *missing, G, C
     )
 
 

@@ -10,6 +10,7 @@ interpreter, on AMD's GPUs, in other versions of Triton), every launch takes Tri
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,36 +18,49 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from kalmannorm.kernels.triton_turns import turns
+
 ALIGNED = 16
+KEPT = 4096
+"""Launches that stay ready, of each kind; the last ones used."""
 TRIED = (3, 4) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8) and torch.version.hip is None
 """Whether compiled kernels take all parameters of their functions, constants too, and addresses for tensors."""
 
 
 class Ready:
-    """A launch on one device, of a kernel that takes tensors, then `numbers`, then constants among the `options`."""
+    """A launch on one device: of a kernel whose last parameters are `numbers`, and then constants among the `options`.
+
+    What it is called with comes before those, tensors and numbers; numbers should be few different ones.
+    """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], options: dict[str, Any]) -> None:
         self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
         self.built: dict[tuple[Any, ...], Any] = {}
         self.settled: tuple[Any, ...] = ()
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *given: Tensor | float | None) -> None:
         kinds: list[Any] = []
-        addresses: list[int | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                kinds.append(None)
-                addresses.append(None)
+        passed: list[Any] = []
+        for each in given:
+            if isinstance(each, Tensor):
+                address = each.data_ptr()
+                kinds.append((each.dtype, address % ALIGNED))
+                passed.append(address)
             else:
-                address = tensor.data_ptr()
-                kinds.append((tensor.dtype, address % ALIGNED))
-                addresses.append(address)
+                kinds.append(each)
+                passed.append(each)
         launch = self.built.get(tuple(kinds))
         if launch is not None:
-            launch(*addresses, *self.settled)
+            launch(*passed, *self.settled)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
+        compiled = self.kernel[self.grid](*given, *self.numbers, **self.options)
         if TRIED and isinstance(compiled, CompiledKernel):
-            constants = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+            constants = self.kernel.arg_names[len(given) + len(self.numbers) :]
             self.settled = (*self.numbers, *(self.options[name] for name in constants))
             self.built[tuple(kinds)] = compiled[(*self.grid, 1, 1)[:3]]
+
+
+@functools.lru_cache(maxsize=KEPT)
+def ready(kernel: Any, grid: tuple[int, ...], device: torch.device, **options: Any) -> Ready:
+    """The same one for the same kernel, grid, device and options, so long as it is used now and then."""
+    return Ready(kernel, grid, (), options | turns(device))

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import power
+from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_tracking import KINDS, track, track_block
-from kalmannorm.kernels.triton_turns import in_turn, turns
+from kalmannorm.kernels.triton_turns import in_turn
 
 __all__ = ["track", "track_together"]
 
@@ -109,8 +110,8 @@ def track_together(moves: Sequence[Move], tables: dict[Any, Table]) -> None:
         rows = torch.cat([rows.reshape(-1) for move in each for rows in move.rows()])
         scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
         table.arrived.zero_()  # as it is already, unless two streams have moved one model's statistics at a time
-        track_together_kernel[(table.work.shape[0],)](
-            rows, table.table, table.work, scratch, table.arrived, **table.options, **turns(rows.device)
+        ready(track_together_kernel, (table.work.shape[0],), rows.device, **table.options)(
+            rows, table.table, table.work, scratch, table.arrived
         )
         torch.autograd.graph.increment_version([buffer for move in each for buffer in move.buffers()])
 
