@@ -62,7 +62,12 @@ def test_launches_that_were_made_ready_give_the_same_bits(m, shift, monkeypatch)
         return [*outputs, *grads]
 
     def ready_again():
-        for launches in (triton_op.forward_launches, triton_op.backward_launches, triton_ready.ready):
+        for launches in (
+            triton_op.forward_launches,
+            triton_op.backward_launches,
+            triton_op.reducing,
+            triton_ready.ready,
+        ):
             launches.cache_clear()
 
     ready_again()
@@ -74,6 +79,19 @@ def test_launches_that_were_made_ready_give_the_same_bits(m, shift, monkeypatch)
         ready_again()
         for a, b in zip(results, step(seed), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_parameter_on_the_host_is_refused_at_every_call():
+    """By Triton, which must be asked: an address of the host would be read on the device."""
+    x = torch.randn(16, 64, 28, 28, device="cuda", dtype=torch.bfloat16)
+    rows = [torch.rand(64, device="cuda") for _ in range(2)]
+    for weight in (rows[0], rows[0].cpu(), rows[0], rows[0].cpu()):
+        if weight.is_cuda:
+            op(x, None, None, None, weight, rows[1], 2, 1e-5)
+        else:
+            with pytest.raises(ValueError, match="cpu tensor"):
+                op(x, None, None, None, weight, rows[1], 2, 1e-5)
+    torch.cuda.synchronize()
 
 
 def test_gradcheck():

@@ -95,7 +95,7 @@ def compiled(monkeypatch):
         assembly.shared[self.__name__] = max(kernel.metadata.shared, assembly.shared.get(self.__name__, 0))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    kept = triton_op.forward_launches, triton_op.backward_launches, triton_ready.ready
+    kept = triton_op.forward_launches, triton_op.backward_launches, triton_op.reducing, triton_ready.ready
     for launches in kept:
         launches.cache_clear()
     yield assembly

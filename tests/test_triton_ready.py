@@ -51,6 +51,13 @@ def asked(monkeypatch):
     return found, launches
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device."""
+
+    def get_device(self):
+        return 1
+
+
 OPTIONS = {"FLAG": True, "PDL": False, "num_warps": 2, "BLOCK": 64}
 
 
@@ -79,8 +86,9 @@ def test_once_by_triton_and_then_past_it_in_the_order_of_the_parameters(asked):
         lambda x, size, y: (x.half(), size, y),
         lambda x, size, y: (x, size, torch.empty(17)[1:]),
         lambda x, size, y: (x, 1, y),
+        lambda x, size, y: (Elsewhere(x), size, y),
     ],
-    ids=["another dtype", "an address that is no multiple of 16", "another number"],
+    ids=["another dtype", "an address that is no multiple of 16", "another number", "another device"],
 )
 def test_what_a_kernel_is_not_built_for_is_for_triton(change, asked):
     found, launches = asked
@@ -107,6 +115,27 @@ def test_the_interpreter_builds_nothing(monkeypatch):
     launch = Ready(some_kernel, (3,), (7, 0.5), OPTIONS)
     launch(torch.empty(16), 16, torch.empty(16))
     assert not launch.built
+
+
+def test_numbers_that_change_with_every_batch_are_not_all_kept(asked):
+    found, launches = asked
+    launch = Ready(some_kernel, (3,), (7, 0.5), OPTIONS)
+    x, y = torch.empty(16), torch.empty(16)
+    for size in range(2 * triton_ready.MOST):
+        launch(x, size, y)
+    assert len(launch.built) == triton_ready.MOST
+    launch(x, 5, y)
+    launch(x, 2 * triton_ready.MOST - 1, y)
+    assert (len(found), len(launches)) == (2 * triton_ready.MOST + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("3.3.1", False), ("3.4.0", True), ("3.6.0+git1", True), ("3.7rc1", True), ("3.10", False), ("main", False)],
+)
+def test_versions_that_were_tried(version, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert triton_ready.tried(version) == expected
 
 
 def test_the_same_launch_is_kept(asked):

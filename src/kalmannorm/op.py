@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmannorm.groups import group_count, group_size, statistics_dtype
+from kalmannorm.groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain, reference
 from kalmannorm.kernels.dispatch import kernels_for, on_device_of
 from kalmannorm.moments import Moments
@@ -178,9 +178,11 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
-        d_residual = d_residual.to(ctx.residual)
+        d_residual = cast(d_residual, ctx.residual)
     d_parameters = [None if t is None else next(remaining) for t in parameters]
-    d_bias = next(remaining).reshape(shape).to(dtype) if rows else None
+    d_bias = next(remaining) if rows else None
+    if d_bias is not None:
+        d_bias = cast(d_bias if d_bias.shape == shape else d_bias.reshape(shape), dtype)
     return dx, *d_parameters, d_bias, None, None, d_residual, None
 
 

@@ -90,7 +90,8 @@ def fused(device: int) -> ModuleType | None:
     except ImportError:
         return None
     try:
-        triton_op.try_out(torch.device("cuda", device))
+        with torch.cuda.device(device):
+            triton_op.try_out(torch.device("cuda", device))
     except Exception as error:  # a missing C compiler, a driver that is too old: whatever it is, the op still runs
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(

@@ -86,6 +86,7 @@ def forward_launches(
     return reducing(shape, how, device), apply
 
 
+@functools.lru_cache(maxsize=KEPT)
 def reducing(shape: Shape, how: Launch, device: torch.device) -> Ready:
     numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks
     grid = (blocks_of(shape.C, how.BC) * how.splits * shape.groups,)

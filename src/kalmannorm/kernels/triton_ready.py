@@ -2,7 +2,8 @@
 
 At each launch Triton looks at all arguments for what a kernel is built for: the type of each, whether it is a multiple
 of 16, whether it is 1. On small tensors that takes longer than the kernel. Here the numbers are settled when a launch
-is made ready, and of each tensor its dtype and its alignment lead to the kernel that Triton built for such ones.
+is made ready, and of each tensor its dtype and its alignment lead to the kernel that Triton built for such ones. What
+else Triton looks at, as its debugging options, is what it was at the first launch; launch hooks are called as ever.
 
 That kernel is then launched as Triton's tutorials launch compiled kernels. Where nobody has tried that (in the
 interpreter, on AMD's GPUs, in other versions of Triton), every launch takes Triton's own way.
@@ -11,6 +12,7 @@ interpreter, on AMD's GPUs, in other versions of Triton), every launch takes Tri
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -23,14 +25,23 @@ from kalmannorm.kernels.triton_turns import turns
 ALIGNED = 16
 KEPT = 4096
 """Launches that stay ready, of each kind; the last ones used."""
-TRIED = (3, 4) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8) and torch.version.hip is None
-"""Whether compiled kernels take all parameters of their functions, constants too, and addresses for tensors."""
+MOST = 64
+"""Kernels that one launch keeps. Numbers that change with every batch would have it keep ever more."""
+
+
+def tried(version: str) -> bool:
+    """Whether compiled kernels take all parameters of their functions, constants too, and addresses for tensors."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (3, 4) <= (int(found[1]), int(found[2])) < (3, 8) and torch.version.hip is None
+
+
+TRIED = tried(triton.__version__)
 
 
 class Ready:
     """A launch on one device: of a kernel whose last parameters are `numbers`, and then constants among the `options`.
 
-    What it is called with comes before those, tensors and numbers; numbers should be few different ones.
+    What it is called with comes before those, tensors and numbers.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], options: dict[str, Any]) -> None:
@@ -44,7 +55,8 @@ class Ready:
         for each in given:
             if isinstance(each, Tensor):
                 address = each.data_ptr()
-                kinds.append((each.dtype, address % ALIGNED))
+                # On another device Triton knows what to say; an address would be read from.
+                kinds.append((each.dtype, address % ALIGNED == 0, each.get_device()))
                 passed.append(address)
             else:
                 kinds.append(each)
@@ -54,7 +66,7 @@ class Ready:
             launch(*passed, *self.settled)
             return
         compiled = self.kernel[self.grid](*given, *self.numbers, **self.options)
-        if TRIED and isinstance(compiled, CompiledKernel):
+        if TRIED and len(self.built) < MOST and isinstance(compiled, CompiledKernel):
             constants = self.kernel.arg_names[len(given) + len(self.numbers) :]
             self.settled = (*self.numbers, *(self.options[name] for name in constants))
             self.built[tuple(kinds)] = compiled[(*self.grid, 1, 1)[:3]]
