@@ -12,6 +12,7 @@ from kalmannorm import BatchKalmanNorm2d, Moments, batch_kalman_norm, check_stat
 from kalmannorm.kernels import aten, reference
 from kalmannorm.kernels.dispatch import kernels_for
 from kalmannorm.op import batch_kalman_norm as op
+from ready_launches import forget
 from test_inference import Net
 from test_op import SHAPES, TOLERANCE, arguments, channels_last, relative_error, run
 
@@ -47,7 +48,7 @@ def test_launches_that_were_made_ready_give_the_same_bits(m, shift, monkeypatch)
     """The second and third step pass Triton by."""
     from triton.runtime.jit import JITFunction
 
-    from kalmannorm.kernels import triton_op, triton_ready
+    from kalmannorm.kernels import triton_ready
 
     if not triton_ready.TRIED:
         pytest.skip("this Triton is asked every time")
@@ -61,22 +62,13 @@ def test_launches_that_were_made_ready_give_the_same_bits(m, shift, monkeypatch)
         grads = torch.autograd.grad(outputs, [x, *rows], [torch.randn_like(output) for output in outputs])
         return [*outputs, *grads]
 
-    def ready_again():
-        for launches in (
-            triton_op.forward_launches,
-            triton_op.backward_launches,
-            triton_op.reducing,
-            triton_ready.ready,
-        ):
-            launches.cache_clear()
-
-    ready_again()
+    forget()
     step(0)
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", lambda *_, **__: pytest.fail("Triton was asked again"))
         actual = step(1), step(2)
     for seed, results in enumerate(actual, 1):
-        ready_again()
+        forget()
         for a, b in zip(results, step(seed), strict=True):
             assert torch.equal(a, b)
 

@@ -25,11 +25,11 @@ from kalmannorm.kernels import (  # noqa: E402
     triton_launch,
     triton_op,
     triton_predict,
-    triton_ready,
     triton_tracking,
     triton_tracking_together,
 )
 from kalmannorm.kernels.move import Move  # noqa: E402
+from ready_launches import forget  # noqa: E402
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
@@ -95,12 +95,9 @@ def compiled(monkeypatch):
         assembly.shared[self.__name__] = max(kernel.metadata.shared, assembly.shared.get(self.__name__, 0))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    kept = triton_op.forward_launches, triton_op.backward_launches, triton_op.reducing, triton_ready.ready
-    for launches in kept:
-        launches.cache_clear()
+    forget()
     yield assembly
-    for launches in kept:  # tests may have changed what they are made of
-        launches.cache_clear()
+    forget()
 
 
 CASES = {
@@ -139,12 +136,18 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     assert compiled.keys() == expected | {"fold_kernel"}
 
 
-def trees():
-    """The modules of kernels, parsed."""
-    return [
-        ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(Path(triton_op.__file__).parent.glob("triton_*.py"))
-    ]
+def functions():
+    """Of the modules of kernels, parsed."""
+    for path in sorted(Path(triton_op.__file__).parent.glob("triton_*.py")):
+        for each in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(each, ast.FunctionDef):
+                yield each
+
+
+def kernels():
+    found = [function for function in functions() if function.name.endswith("_kernel")]
+    assert len(found) > 20
+    return found
 
 
 def summed_products(function):
@@ -169,8 +172,7 @@ def summed_products(function):
 
 def test_products_are_rounded_before_threads_sum_them():
     """In tiles of any size: `sum_of_products`."""
-    functions = [each for tree in trees() for each in tree.body if isinstance(each, ast.FunctionDef)]
-    found = [summed_products(each) for each in functions]
+    found = [summed_products(each) for each in functions()]
     assert sum(len(sums) for sums, _ in found) > 20
     assert not [each for _, products in found for each in products]
 
@@ -184,16 +186,16 @@ def test_products_are_found_where_they_are(code):
 
 def test_every_kernel_waits_for_its_turn():
     """It is the first statement of each: nothing is touched before."""
-    waiting = set()
-    for tree in trees():
-        for function in tree.body:
-            if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel"):
-                first = next(
-                    each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant)
-                )
-                assert ast.unparse(first) == "in_turn(PDL)", function.name
-                waiting.add(function.name)
-    assert len(waiting) > 20
+    for function in kernels():
+        first = next(each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant))
+        assert ast.unparse(first) == "in_turn(PDL)", function.name
+
+
+def test_constants_are_the_last_parameters_of_every_kernel():
+    """A launch that was made ready passes them behind what it is given."""
+    for function in kernels():
+        constants = [argument.annotation is not None for argument in function.args.args]
+        assert constants == sorted(constants), function.name
 
 
 def test_launches_that_overlap_wait_first(compiled, monkeypatch):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kalmannorm.kernels.triton_launch import blocks_of
 from kalmannorm.kernels.triton_norm import update
-from kalmannorm.kernels.triton_turns import in_turn, turns
+from kalmannorm.kernels.triton_ready import ready
+from kalmannorm.kernels.triton_turns import in_turn
 from kalmannorm.moments import Moments
 
 BLOCK = 128
@@ -43,8 +44,8 @@ def expect(prior: Moments, gain: Tensor, average: Moments, size: int) -> tuple[M
     rows, C = mean.shape
     expected = Moments(*(torch.empty((rows, C), device=mean.device, dtype=torch.float32) for _ in range(2)))
     trust = torch.empty_like(gain)
-    expect_kernel[blocks_of(C, BLOCK), rows](
+    ready(expect_kernel, (blocks_of(C, BLOCK), rows), mean.device, BLOCK=BLOCK)(
         mean, var, gain, average.mean, average.var, expected.mean, expected.var, trust,
-        C, mean.stride(0), var.stride(0), int(gain.numel() > 1), 1 / size, BLOCK=BLOCK, **turns(mean.device),
+        C, mean.stride(0), var.stride(0), int(gain.numel() > 1), 1 / size,
     )  # fmt: skip
     return expected, trust

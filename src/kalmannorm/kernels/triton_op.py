@@ -215,15 +215,12 @@ def room_for(parameter: Tensor | None, like: Tensor) -> Room:
 
 
 def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
-    rows = torch.empty_like(like)
-    if shape == like.shape and dtype == torch.float32:
-        return Room(rows, rows, False)
     values = math.prod(shape)
     if values == like.numel():
-        rows = rows if dtype == torch.float32 else torch.empty_like(like, dtype=dtype)
-        return Room(rows, rows.view(shape), False)
+        rows = torch.empty_like(like, dtype=dtype)
+        return Room(rows, rows if shape == like.shape else rows.view(shape), False)
     result = None if values < like.shape[1] else torch.empty(shape, device=like.device, dtype=dtype)
-    return Room(rows, result, values == like.shape[1])
+    return Room(torch.empty_like(like), result, values == like.shape[1])
 
 
 def fold(rooms: Sequence[Room]) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from kalmannorm.filter import GAIN_MARGIN
 from kalmannorm.kernels.triton_launch import blocks_of, power
+from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_sums import sum_of_products
-from kalmannorm.kernels.triton_turns import in_turn, turns
+from kalmannorm.kernels.triton_turns import in_turn
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
 
@@ -170,11 +171,10 @@ def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Ten
     gain = torch.empty(C, device=mean.device, dtype=torch.float32)
     BG = 1 if G == 1 else min(max(power(G), 16), 64)
     BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
-    predict_kernel[blocks_of(C, BC), blocks_of(G, BG)](
-        mean, var, matrix, noise, logit, prior_mean, prior_var, gain,
-        G, C, P, int(logit.numel() > 1), BG=BG, BC=BC, BP=BP, PRECISION=precision_on(mean.device),
-        **turns(mean.device),
-    )  # fmt: skip
+    grid, options = (blocks_of(C, BC), blocks_of(G, BG)), {"BG": BG, "BC": BC, "BP": BP}
+    ready(predict_kernel, grid, mean.device, PRECISION=precision_on(mean.device), **options)(
+        mean, var, matrix, noise, logit, prior_mean, prior_var, gain, G, C, P, int(logit.numel() > 1)
+    )
     return prior_mean, prior_var, gain
 
 
@@ -198,17 +198,16 @@ def backward(
     shares = torch.empty((2, blocks, G, P), device=mean.device, dtype=torch.float32)
     noise_shares = torch.empty(blocks, device=mean.device, dtype=torch.float32)
     at_matrix = torch.empty_like(matrix) if to_matrix else None
-    predict_backward_kernel[blocks, blocks_of(P, BP)](
-        at_mean, at_var, mean, var, matrix, at_matrix, shares, noise_shares,
-        G, C, P, BG=BG, BC=BC, BP=BP, TO_MATRIX=to_matrix, PRECISION=precision_on(mean.device),
-        **turns(mean.device),
-    )  # fmt: skip
+    options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(mean.device)}
+    ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), mean.device, **options)(
+        at_mean, at_var, mean, var, matrix, at_matrix, shares, noise_shares, G, C, P
+    )
     to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
     to_logit = None if at_gain is None else torch.empty_like(logit)
     BV = 256
-    predict_fold_kernel[(blocks_of(G * P, BV),)](
+    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": at_gain is not None}
+    ready(predict_fold_kernel, (blocks_of(G * P, BV),), mean.device, **options)(
         shares, noise_shares, noise, logit, at_gain, to_mean, to_var, to_noise, to_logit,
-        blocks, G * P, C, int(logit.numel() > 1), BS=power(blocks), BV=BV, TO_GAIN=at_gain is not None,
-        **turns(mean.device),
+        blocks, G * P, C, int(logit.numel() > 1),
     )  # fmt: skip
     return to_mean, to_var, at_matrix, to_noise, to_logit

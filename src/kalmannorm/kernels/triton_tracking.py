@@ -13,8 +13,9 @@ import triton.language as tl
 
 from kalmannorm.kernels.move import Move
 from kalmannorm.kernels.triton_launch import blocks_of, power
+from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_sums import sum_of_products
-from kalmannorm.kernels.triton_turns import in_turn, turns
+from kalmannorm.kernels.triton_turns import in_turn
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
@@ -219,13 +220,15 @@ def track(move: Move) -> None:
     programs = blocks_of(C, BC)
     scratch = None if programs == 1 else torch.empty((4, C), device=rows[0].device, dtype=torch.float32)
     cumulative = move.momentum is None
-    track_kernel[(programs,)](
+    launch = ready(
+        track_kernel, (programs,), rows[0].device,
+        BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
+        KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
+        num_warps=8 if BG * BC > 2048 else 4,
+    )  # fmt: skip
+    launch(
         *rows, *(() if move.observed else none), *averages, *move.counts, scratch, move.arrived,
         move.examples, G, C, min(move.size, move.examples), move.values,
         0.0 if cumulative else move.momentum, move.observation_momentum, move.eps,
-        BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
-        num_warps=8 if BG * BC > 2048 else 4,
-        KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
-        **turns(rows[0].device),
     )  # fmt: skip
     torch.autograd.graph.increment_version(move.buffers())
