@@ -9,6 +9,7 @@ import torch
 
 from test_gpu import kernels_in
 from test_gpu_conversion import TRANSITIONS, Shuffled, image, net
+from waiting import nothing_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -95,12 +96,9 @@ def test_nothing_waits_for_the_device():
     inputs = [image(batch).cuda() for batch in (4, 6)]
     step(model, inputs[0])
     step(one_by_one(copy.deepcopy(model)), inputs[1])  # whatever else a new size may bring
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for x in inputs:
             step(model, x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(model.block1.bn1.wire.relay.tables) == 2
 
 
