@@ -1,12 +1,13 @@
 """The sweep that `kernels/triton_launch.py` was tuned by: launches of the op, timed on a GPU.
 
     python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
-    python benchmarks/launches.py --jobs 14 --both -o both.csv # forwards of large tensors, with the backward behind
+    python benchmarks/launches.py --jobs 14 --both -o both.csv # for large tensors, forward and backward in turn
     python benchmarks/launches.py --read launches.csv          # what is chosen, beside the best that was measured
 
 One norm with its ReLU in bf16, forward and backward apart, as CUDA graphs. Small tensors are in the cache, as they are
 behind a convolution; of large ones there are several, in turn. With `--both` there is one, as in `kalmannorm bench op`,
-and the backward is launched as it is chosen to be. `--jobs` processes build the kernels before that.
+and either direction is tried in many ways while the other is launched as it is chosen to be. `--jobs` processes build
+the kernels before that.
 """
 
 from __future__ import annotations
@@ -74,7 +75,16 @@ CASES = _cases(
 )
 
 
-CASES_OF_BOTH = _cases("NHWC", "64x256x3136m2 256x256x3136m2 128x64x12544m2 32x256x3136m2 32x256x3136m32")
+CASES_OF_BOTH = _cases(
+    "NHWC",
+    """
+    64x256x3136m2 64x256x3136m4 64x256x3136m16 64x256x3136m64 64x256x3136m2+ 64x256x3136m4+ 64x256x3136m64+
+    256x256x3136m2 256x256x3136m8 256x256x3136m256 256x256x3136m2+ 128x64x12544m2 128x64x12544m8 128x64x12544m128
+    128x128x3136m2 256x64x3136m2 128x512x784m4 256x1024x196m16 4x64x262144m1 32x256x3136m2 32x256x3136m32
+    64x96x12544m2 64x96x12544m64 128x96x3136m2 64x48x12544m2 128x160x3136m2 128x160x3136m128 128x352x3136m2
+    128x224x3136m2+ 256x288x784m2 128x672x784m4 64x32x65536m2 64x32x65536m64 32x24x65536m2
+    """,
+)
 
 
 def shared(s: Shape) -> Iterator[Launch]:
@@ -96,6 +106,14 @@ def shared(s: Shape) -> Iterator[Launch]:
                 how = launch_of(s, BR, BC, min(splits, 256), warps)
                 if how.splits:
                     yield how
+
+
+def shares(s: Shape) -> Iterator[Launch]:
+    """For large tensors: tiles of any width, and one to six programs for each processor, two at least of a group."""
+    for BR, BC, warps in ((64, 64, 8), (64, 64, 4), (32, 64, 4), (128, 32, 8), (128, 32, 4), (16, 128, 4)):
+        programs = s.groups * -(-s.C // BC)
+        for times in (1, 2, 3, 4, 6) if warps == 8 else (2, 4):
+            yield launch_of(s, BR, BC, min(max(times * PROCESSORS // programs, 2), 256), warps)
 
 
 def alone(s: Shape) -> Iterator[Launch]:
@@ -127,11 +145,11 @@ def chosen(case: Case, direction: str) -> Launch:
     return launch_for(case.shape, PROCESSORS, backward=backward, residual=case.residual and not backward)
 
 
-def candidates(case: Case) -> list[Launch]:
+def candidates(case: Case, both: bool = False) -> list[Launch]:
     tried = [
         *(chosen(case, direction) for direction in ("forward", "backward")),
         *alone(case.shape),
-        *shared(case.shape),
+        *(shares if both else shared)(case.shape),
     ]
     return [how for how in dict.fromkeys(tried) if power(case.shape.C) >= how.BC or how.BC == 16]
 
@@ -186,8 +204,15 @@ def microseconds(each: list[Callable[[], object]]) -> float:
 
 
 def in_turn(apart: dict[str, list[Callable[[], object]]]) -> dict[str, list[Callable[[], object]]]:
+    """Both, whichever of them is tried in many ways."""
     (forward,), (backward,) = apart["forward"], apart["backward"]
-    return {"both": [lambda: (forward(), backward())]}
+    return {direction: [lambda: (forward(), backward())] for direction in apart}
+
+
+def trying(how: Launch, case: Case, direction: str) -> Callable[..., Launch]:
+    """In the place of `launch_for`: the other direction runs as it is chosen to."""
+    launches = {each: chosen(case, each) for each in ("forward", "backward")} | {direction: how}
+    return lambda *_, backward=False, **__: launches["backward" if backward else "forward"]
 
 
 def sweep(device: torch.device, share: tuple[int, int] | None, both: bool = False) -> Iterator[list[object]]:
@@ -199,15 +224,12 @@ def sweep(device: torch.device, share: tuple[int, int] | None, both: bool = Fals
         triton_op.launch_for = launch_for
         one = both or share or case.shape.size < SMALL
         found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
-        behind = chosen(case, "backward")
-        for how in candidates(case):
-            triton_op.launch_for = lambda *_, how=how, back=behind, backward=False, **__: (
-                back if both and backward else how
-            )
+        for how in candidates(case, both):
             number += 1
             if share and number % share[1] != share[0]:
                 continue
             for direction, each in (in_turn(found) if both else found).items():
+                triton_op.launch_for = trying(how, case, direction)
                 if share:
                     each[0]()
                     continue
@@ -243,7 +265,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="where to write the CSV")
     parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
     parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
-    parser.add_argument("--both", action="store_true", help="a forward and its backward, of large tensors")
+    parser.add_argument("--both", action="store_true", help="large tensors, a forward and its backward in turn")
     parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, as 0/14
     arguments = parser.parse_args()
     if arguments.read:

@@ -2,8 +2,8 @@
 
 Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
 warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`), and for large tensors also
-with the backward behind the forward (launches-both-h200.csv); thresholds are programs, or tiles of 64 × 64 values, for
-each of the GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
+with the backward behind the forward (`--both`); thresholds are programs, or tiles of 64 × 64 values, for each of the
+GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LONGEST = 2048
 """Positions of a group that one program sees to alone, in channels_last, even where that keeps half the GPU busy."""
 SHORT = 16
 """Chunks of a group that few programs go through alone, in contiguous x."""
+LARGE = 64
+"""Tiles for each processor, from which on tensors are far larger than the cache."""
 LEAST = 12800
 """Values of each program, before groups are shared by twice as many."""
 MOST_SPLITS = 256
@@ -155,6 +157,8 @@ def _forward_alone(shape: Shape, processors: int) -> Launch | None:
     many = shape.C >= 64 and _programs(shape, 64) >= 0.9 * processors
     if rows <= HELD:
         return launch_of(shape, 64, 64, 0) if many and rows == HELD else _held(shape, 32, 64)
+    if _ragged(shape, processors):
+        return None
     if many:
         return launch_of(shape, 128, 64, 0, 8)
     if _programs(shape, 16) > processors:
@@ -172,6 +176,8 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
         if shape.C >= 64 and by_64 >= 1.3:
             return launch_of(shape, 64, 64, 0)
         return launch_of(shape, 64, 32, 0) if shape.C >= 32 and by_32 >= 1.8 else _held(shape, 32, 64)
+    if _ragged(shape, processors):
+        return None
     if shape.C >= 64 and by_64 >= 0.9:
         return launch_of(shape, 128, 64, 0, 8)
     if rows > LONGEST:
@@ -206,19 +212,25 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
         return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
-    tiles = shape.size / 4096 / processors
+    tiles = _tiles(shape, processors)
+    if tiles >= LARGE:
+        return _large(shape, processors)
     one = shape.groups == 1
     if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
         return _split(shape, 64, 32, processors, each=2)
     if backward:
-        if tiles >= 64:
-            return _split(shape, 64, 64, processors, each=2 if one else 4, warps=8)
         return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
-    if tiles >= (256 if residual else 64) and not one:
-        return _split(shape, 64, 64, processors, each=4, warps=8)
     # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual
     return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
+
+
+def _large(shape: Shape, processors: int) -> Launch:
+    """Wide tiles even where channels leave a part of them empty; and where groups fill the GPU, two halves of each."""
+    BC = min(power(shape.C), 64)
+    programs, each = _programs(shape, BC), 2 if shape.groups == 1 else 4
+    splits = 2 if programs >= 0.9 * processors else min(each * processors // programs, MOST_SPLITS)
+    return launch_of(shape, min(4096 // BC, power(shape.slab)), BC, splits, 8)
 
 
 def _held(shape: Shape, BC: int, each: int) -> Launch:
@@ -234,6 +246,19 @@ def _halved(shape: Shape, how: Launch) -> Launch:
         BC = max(how.BC // 2, 1) if shape.vector == 1 else how.BC
         return how._replace(BC=BC, warps=min(2 * how.warps, 16))
     return launch_of(shape, how.BR // 2, *how[1:3], how.warps) if how.BR * how.BC >= 2048 else how
+
+
+def _tiles(shape: Shape, processors: int) -> float:
+    return shape.size / 4096 / processors
+
+
+def _ragged(shape: Shape, processors: int) -> bool:
+    """A large tensor whose last block of channels is not full, in more programs than run at once.
+
+    Shares of its groups were faster then than one program for each, by up to a tenth.
+    """
+    large = _tiles(shape, processors) >= LARGE and _programs(shape, 64) > processors
+    return large and shape.C > 64 and shape.C % 64 > 0
 
 
 def _programs(shape: Shape, BC: int) -> int:
