@@ -141,8 +141,7 @@ def alone(s: Shape) -> Iterator[Launch]:
 
 
 def chosen(case: Case, direction: str) -> Launch:
-    backward = direction == "backward"
-    return launch_for(case.shape, PROCESSORS, backward=backward, residual=case.residual and not backward)
+    return launch_for(case.shape, PROCESSORS, backward=direction == "backward", residual=case.residual)
 
 
 def candidates(case: Case, both: bool = False) -> list[Launch]:

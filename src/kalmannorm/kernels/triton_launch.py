@@ -131,7 +131,7 @@ def power(n: int) -> int:
 def launch_for(
     shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
 ) -> Launch:
-    """`residual` is one more tensor that a forward reads; `wide` is float32, of which half as much fits anywhere."""
+    """`residual` is one more tensor each way; `wide` is float32, of which half as much fits anywhere."""
     how = None
     if shape.channels_last:
         how = (_backward_alone if backward else _forward_alone)(shape, processors)
@@ -212,14 +212,13 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
         return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
-    tiles = _tiles(shape, processors)
-    if tiles >= LARGE:
-        return _large(shape, processors)
-    one = shape.groups == 1
+    tiles, one = _tiles(shape, processors), shape.groups == 1
     if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
         return _split(shape, 64, 32, processors, each=2)
+    if tiles >= LARGE or (backward and one and not residual):
+        return _large(shape, processors)
     if backward:
-        return _split(shape, *((64, 32) if one else (32, 64)), processors, each=2)
+        return _split(shape, 32, 64, processors, each=2)
     # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual
     return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)

@@ -127,7 +127,7 @@ def backward(
 ) -> list[Tensor]:
     """As `aten.backward`."""
     shape = shape_of(x, statistics_batch_size)
-    how = launch_for(shape, processors_of(x), backward=True, wide=x.dtype == torch.float32)
+    how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
     parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
     at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
