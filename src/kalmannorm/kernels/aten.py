@@ -10,17 +10,101 @@ that size costs as much as two passes. Where |x̄| ≫ σ the expanded forms wou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kalmannorm import filter as kalman
-from kalmannorm.groups import cast, group_sizes, statistics_dtype
-from kalmannorm.kernels.slabs import Slabs
+from kalmannorm.groups import cast, group_size, group_sizes, statistics_dtype
 from kalmannorm.moments import Moments
 
 FAR = 8.0
 """Deviations between x̄ and 0 up to which a x + b may stand for a (x - x̄) + c: there it is right to 10⁻⁶."""
+EACH = 0  # no reduction, as losses number it
+_ops: Any = torch.ops.aten
+
+
+class Slabs:
+    """x (N, C, *) seen in groups: (G, m, C, L), or (G, m·L, C) for channels_last; a smaller last group by itself.
+
+    With one position, as in (N, C), both views are the same memory, and channels last is the one that vectorises.
+    """
+
+    def __init__(self, x: Tensor, statistics_batch_size: int) -> None:
+        self.examples, self.channels = x.shape[:2]
+        self.size = group_size(self.examples, statistics_batch_size)
+        self.positions = x.numel() // (self.examples * self.channels)
+        self.last = not x.is_contiguous() or self.positions == 1
+        self.over = (1,) if self.last else (1, 3)
+        self.row = (-1, 1, self.channels) if self.last else (-1, 1, self.channels, 1)
+        self.whole = self.examples // self.size
+        self.ragged = self.whole > 0 and self.examples % self.size > 0
+        self.native = not self.last and x.device.type == "cpu"
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """The groups of x, or of a tensor that lies as x does: those of full size, then the last."""
+        if not self.ragged:
+            return [self._view(x, self.whole or 1)]
+        cut = self.whole * self.size
+        return [self._view(x[:cut], self.whole), self._view(x[cut:], 1)]
+
+    def _view(self, x: Tensor, groups: int) -> Tensor:
+        if self.last:  # x lies without gaps, so this is movedim and view, at half their price
+            values = x.shape[0] // groups * self.positions
+            return x.as_strided((groups, values, self.channels), (values * self.channels, self.channels, 1))
+        return x.view(groups, -1, self.channels, self.positions)
+
+    def rows(self, moments_GC: Tensor) -> list[Tensor]:
+        """Rows (G, C) or (1, C), shaped to broadcast over each of the parts."""
+        rows = moments_GC.view(self.row)
+        if not self.ragged or rows.shape[0] == 1:
+            return [rows] * 2
+        return [rows[: self.whole], rows[self.whole :]]
+
+    def gather(self, rows: list[Tensor]) -> Tensor:
+        """Rows of each of the parts, (g, 1, C) or (g, 1, C, 1), as one (G, C)."""
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, self.channels)
+
+    def moments(self, parts: list[Tensor], scratch: list[Tensor]) -> Moments:
+        """Mean and variance, (G, C). `scratch` are parts to be overwritten, or the same."""
+        means = [values.mean(self.over, keepdim=True) for values in parts]
+        for values, mean, squares in zip(parts, means, scratch, strict=True):
+            _ops.mse_loss.out(values, mean, EACH, out=squares)
+        return Moments(self.gather(means), self.gather([squares.mean(self.over) for squares in scratch]))
+
+    def centred(self, parts: list[Tensor], mean_GC: Tensor) -> list[Tensor]:
+        return [values - mean for values, mean in zip(parts, self.rows(mean_GC), strict=False)]
+
+    def affine(self, parts: list[Tensor], scale_GC: Tensor, shift_GC: Tensor, results: list[Tensor]) -> None:
+        """x · scale + shift, with a row of each for every group."""
+        for values, scale, shift, out in zip(parts, self.rows(scale_GC), self.rows(shift_GC), results, strict=False):
+            if self.last:
+                torch.addcmul(shift, values, scale, out=out)
+            else:  # which does not vectorise with two operands that stand still
+                torch.mul(values, scale, out=out).add_(shift)
+
+    def products(
+        self, grads: list[Tensor], parts: list[Tensor], mean_GC: Tensor, scratch: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Σ g and Σ g (x - mean) of every group, (G, C). `scratch` are parts to be overwritten."""
+        sums, products = [], []
+        for g, values, mean, each in zip(grads, parts, self.rows(mean_GC), scratch, strict=False):
+            if self.native:
+                # One example with a channel for every row: PyTorch's batch-norm backward has both sums in one pass.
+                rows, flat = values.shape[:3], (1, -1, self.positions)
+                centre = mean.squeeze(3).expand(rows).reshape(-1)
+                _, product, total = _ops.native_batch_norm_backward(
+                    g.view(flat), values.view(flat), None, None, None, centre, torch.ones_like(centre), True, 0.0,
+                    [False, True, True],
+                )  # fmt: skip
+                sums.append(total.view(rows).sum(1))
+                products.append(product.view(rows).sum(1))
+            else:
+                _ops.mse_loss_backward.grad_input(g, values, mean, EACH, grad_input=each)  # 2 g (x - mean)
+                sums.append(g.sum(self.over))
+                products.append(each.sum(self.over).mul_(0.5))
+        return self.gather(sums), self.gather(products)
 
 
 def far(mean: Tensor, rho: Tensor) -> bool:
