@@ -42,7 +42,7 @@ LARGE = {
 @pytest.mark.parametrize("m", [2, 256])
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
 def test_large_tensors_match_reference(shape, m):
-    """As they are launched from 69 MB on; every tile has values that are not there."""
+    """As they are launched from 69 MB on; the last tiles of a group and of its channels are not full."""
     matches_reference(shape, m, "channels_last", torch.bfloat16)
 
 
