@@ -264,7 +264,7 @@ def _programs(shape: Shape, BC: int) -> int:
     return shape.groups * blocks_of(shape.C, BC)
 
 
-def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int, warps: int = 4) -> Launch:
+def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int) -> Launch:
     """At most so many programs on each processor, unless groups are more than that."""
     if shape.channels_last:
         values = BR * BC
@@ -275,7 +275,7 @@ def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int, warps:
     programs = _programs(shape, BC)
     while each > 1 and programs * shape.chunks(BR) * BR * BC < LEAST * each * processors:
         each //= 2
-    return launch_of(shape, BR, BC, min(max(each * processors // programs, 1), MOST_SPLITS), warps)
+    return launch_of(shape, BR, BC, min(max(each * processors // programs, 1), MOST_SPLITS))
 
 
 def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4) -> Launch:
