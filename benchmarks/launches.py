@@ -108,7 +108,7 @@ def shared(s: Shape) -> Iterator[Launch]:
                     yield how
 
 
-def shares(s: Shape) -> Iterator[Launch]:
+def shared_of_large(s: Shape) -> Iterator[Launch]:
     """For large tensors: tiles of any width, and one to six programs for each processor, two at least of a group."""
     for BR, BC, warps in ((64, 64, 8), (64, 64, 4), (32, 64, 4), (128, 32, 8), (128, 32, 4), (16, 128, 4)):
         programs = s.groups * -(-s.C // BC)
@@ -148,7 +148,7 @@ def candidates(case: Case, both: bool = False) -> list[Launch]:
     tried = [
         *(chosen(case, direction) for direction in ("forward", "backward")),
         *alone(case.shape),
-        *(shares if both else shared)(case.shape),
+        *(shared_of_large if both else shared)(case.shape),
     ]
     return [how for how in dict.fromkeys(tried) if power(case.shape.C) >= how.BC or how.BC == 16]
 

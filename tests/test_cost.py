@@ -38,8 +38,9 @@ def test_the_record_says_the_same():
     with (BENCHMARKS / "records" / "conversion.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 6
-    assert all(float(row["seconds"]) < 5 and float(row["own_ratio"]) < 1.3 for row in rows)
-    assert all(float(row["peak_ratio"]) < 1.3 for row in rows if row["task"].endswith("inplace"))
+    assert all(float(row["seconds"]) < 5 for row in rows)
+    assert all(float(row["own_ratio"]) < 1.05 for row in rows if row["task"].startswith("weights"))
+    assert all(float(row["own_ratio"]) < 1.3 for row in rows)  # learned transitions have parameters of their own
 
 
 VIEWS = {"view", "_unsafe_view", "select", "slice", "detach", "unsqueeze", "squeeze", "expand", "transpose", "permute"}
