@@ -2,6 +2,7 @@
 
     python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
     python benchmarks/launches.py --jobs 14 --both -o both.csv # for large tensors, forward and backward in turn
+    python benchmarks/launches.py --only 96x3136 -o some.csv   # some shapes alone, in either sweep
     python benchmarks/launches.py --read launches.csv          # what is chosen, beside the best that was measured
 
 One norm with its ReLU in bf16, forward and backward apart, as CUDA graphs. Small tensors are in the cache, as they are
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
 RECORD_OF_BOTH = RECORD.with_name("launches-both-h200.csv")
 COLUMNS = (
     *("N", "C", "L", "m", "layout", "residual", "direction"),
-    *("BR", "BC", "warps", "splits", "stages", "us", "hardware", "torch", "commit"),
+    *("BR", "BC", "warps", "splits", "K", "stages", "us", "hardware", "torch", "commit"),
 )
 PROCESSORS = 132
 """Of the H200 that the record is of."""
@@ -51,6 +53,11 @@ def _cases(layout: str, listed: str) -> list[Case]:
         N, C, L = map(int, sizes.split("x"))
         found.append(Case(Shape(N, C, L, int(m), layout == "NHWC"), word.endswith("+")))
     return found
+
+
+def word(case: Case) -> str:
+    s = case.shape
+    return f"{s.N}x{s.C}x{s.L}m{s.m}{'+' if case.residual else ''}"
 
 
 CASES = _cases(
@@ -81,8 +88,11 @@ CASES_OF_BOTH = _cases(
     64x256x3136m2 64x256x3136m4 64x256x3136m16 64x256x3136m64 64x256x3136m2+ 64x256x3136m4+ 64x256x3136m64+
     256x256x3136m2 256x256x3136m8 256x256x3136m256 256x256x3136m2+ 128x64x12544m2 128x64x12544m8 128x64x12544m128
     128x128x3136m2 256x64x3136m2 128x512x784m4 256x1024x196m16 4x64x262144m1 32x256x3136m2 32x256x3136m32
-    64x96x12544m2 64x96x12544m64 128x96x3136m2 64x48x12544m2 128x160x3136m2 128x160x3136m128 128x352x3136m2
-    128x224x3136m2+ 256x288x784m2 128x672x784m4 64x32x65536m2 64x32x65536m64 32x24x65536m2
+    64x96x12544m2 64x96x12544m16 64x96x12544m64 128x96x3136m2 64x48x12544m2 64x48x12544m64 128x160x3136m2
+    128x160x3136m128 128x352x3136m2 128x224x3136m2+ 256x288x784m2 128x672x784m4 64x32x65536m2 64x32x65536m64
+    32x24x65536m2 32x24x65536m32 64x40x12544m2 64x40x12544m64 128x72x3136m2 64x100x12544m2 64x100x12544m64
+    64x17x65536m2 64x17x65536m64 64x3x65536m2 64x96x3136m2 64x96x3136m64 32x144x3136m2 32x144x3136m32 32x32x12544m2
+    32x32x12544m32 32x240x3136m2+ 32x96x3136m2 32x96x3136m32 32x160x784m32 32x96x784m32 32x160x196m32
     """,
 )
 
@@ -106,6 +116,7 @@ def shared(s: Shape) -> Iterator[Launch]:
                 how = launch_of(s, BR, BC, min(splits, 256), warps)
                 if how.splits:
                     yield how
+    yield from abreast(s, (1, 2, 3) if small else (1, 2, 4))
 
 
 def shared_of_large(s: Shape) -> Iterator[Launch]:
@@ -114,6 +125,18 @@ def shared_of_large(s: Shape) -> Iterator[Launch]:
         programs = s.groups * -(-s.C // BC)
         for times in (1, 2, 3, 4, 6) if warps == 8 else (2, 4):
             yield launch_of(s, BR, BC, min(max(times * PROCESSORS // programs, 2), 256), warps)
+    yield from abreast(s, (1, 2, 4, 6))
+
+
+def abreast(s: Shape, often: tuple[int, ...]) -> Iterator[Launch]:
+    """Where channels leave tiles partly empty: so many positions as one row that it is filled by whole ones."""
+    if (K := s.filling) > 1:
+        programs = s.groups * -(-s.C * K // 64)
+        for BR, warps in ((64, 8), (64, 4), (32, 4)):
+            for times in often:
+                how = launch_of(s, BR, 64, min(max(round(times * PROCESSORS / programs), 1), 256), warps, K)
+                if how.splits:
+                    yield how
 
 
 def alone(s: Shape) -> Iterator[Launch]:
@@ -150,11 +173,11 @@ def candidates(case: Case, both: bool = False) -> list[Launch]:
         *alone(case.shape),
         *(shared_of_large if both else shared)(case.shape),
     ]
-    return [how for how in dict.fromkeys(tried) if power(case.shape.C) >= how.BC or how.BC == 16]
+    return [how for how in dict.fromkeys(tried) if power(case.shape.C * how.K) >= how.BC or how.BC == 16]
 
 
 def tile(how: Launch) -> tuple[int, ...]:
-    return how.BR, how.BC, how.warps, how.splits
+    return how.BR, how.BC, how.warps, how.splits, how.K
 
 
 def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
@@ -214,12 +237,14 @@ def trying(how: Launch, case: Case, direction: str) -> Callable[..., Launch]:
     return lambda *_, backward=False, **__: launches["backward" if backward else "forward"]
 
 
-def sweep(device: torch.device, share: tuple[int, int] | None, both: bool = False) -> Iterator[list[object]]:
+def sweep(device: torch.device, share: tuple[int, int] | None, both: bool, only: str) -> Iterator[list[object]]:
     """One row for each; with a share, kernels are built and nothing is timed."""
     from kalmannorm.kernels import triton_op
 
     number = 0
     for case in CASES_OF_BOTH if both else CASES:
+        if not re.search(only, word(case)):
+            continue
         triton_op.launch_for = launch_for
         one = both or share or case.shape.size < SMALL
         found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
@@ -245,7 +270,7 @@ def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]
             N, C, L, m = (int(row[name]) for name in "NCLm")
             shape = Shape(N, C, L, m, row["layout"] == "NHWC")
             case = Case(shape, row["residual"] == "1"), row["direction"]
-            how = tuple(int(row[name]) for name in ("BR", "BC", "warps", "splits"))
+            how = tuple(int(row[name]) for name in ("BR", "BC", "warps", "splits", "K"))
             found.setdefault(case, {})[how] = float(row["us"])
     return found
 
@@ -253,8 +278,7 @@ def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]
 def read(path: Path) -> None:
     for (case, direction), times in measured(path).items():
         own, best = tile(chosen(case, direction)), min(times, key=times.__getitem__)
-        s = case.shape
-        name = f"{s.N}x{s.C}x{s.L}m{s.m}{'+' if case.residual else ''} {'NHWC' if s.channels_last else 'NCHW'}"
+        name = f"{word(case)} {'NHWC' if case.shape.channels_last else 'NCHW'}"
         now = f"{times[own]:.1f} µs" if own in times else "not measured"
         print(f"{name:26} {direction:8} {own}: {now:12} best {best}: {times[best]:.1f} µs")
 
@@ -265,6 +289,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
     parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
     parser.add_argument("--both", action="store_true", help="large tensors, a forward and its backward in turn")
+    parser.add_argument("--only", default="", metavar="REGEX", help="shapes whose name holds this, as 32x96x784m2")
     parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, as 0/14
     arguments = parser.parse_args()
     if arguments.read:
@@ -275,11 +300,11 @@ def main() -> None:
     device = torch.device("cuda", 0)
     if arguments.build:
         part, parts = map(int, arguments.build.split("/"))
-        assert not list(sweep(device, (part, parts), arguments.both))
+        assert not list(sweep(device, (part, parts), arguments.both, arguments.only))
         return
     if arguments.output is None:
         sys.exit("-o FILE.csv: where to write what is measured")
-    builder = [sys.executable, __file__, *(["--both"] if arguments.both else []), "--build"]
+    builder = [sys.executable, __file__, *(["--both"] if arguments.both else []), "--only", arguments.only, "--build"]
     builders = [[*builder, f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
     for process in [subprocess.Popen(each) for each in builders]:
         process.wait()
@@ -287,7 +312,7 @@ def main() -> None:
     with arguments.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for row in sweep(device, None, arguments.both):
+        for row in sweep(device, None, arguments.both, arguments.only):
             writer.writerow([*row, *about])
 
 

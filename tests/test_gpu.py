@@ -35,14 +35,20 @@ def test_matches_reference(shape, m, layout, dtype):
 LARGE = {
     "groups shared by eight, channels leave a tile half empty": (64, 96, 77, 77),
     "two halves of each group": (133, 160, 41, 41),
-    "the last block of channels narrow, long groups": (16, 72, 190, 190),
+    "the last block of channels narrow, long groups": (16, 72, 189, 189),
+    "two positions abreast": (64, 96, 78, 78),
+    "two abreast, a ragged last group": (133, 160, 42, 42),
+    "eight abreast": (16, 72, 192, 192),
+    "sixty-four abreast": (32, 17, 256, 256),
 }
 
 
 @pytest.mark.parametrize("m", [2, 256])
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
 def test_large_tensors_match_reference(shape, m):
-    """As they are launched from 69 MB on; the last tiles of a group and of its channels are not full."""
+    """As they are launched from 69 MB on; the last tiles of a group are not full, those of its channels neither,
+    unless several positions lie abreast.
+    """
     matches_reference(shape, m, "channels_last", torch.bfloat16)
 
 

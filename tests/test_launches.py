@@ -15,9 +15,8 @@ MEASURED = launches.measured(launches.RECORD)
 
 
 def named(key):
-    (shape, residual), direction = key
-    layout = "NHWC" if shape.channels_last else "NCHW"
-    return f"{shape.N}x{shape.C}x{shape.L}m{shape.m}{'+' if residual else ''}-{layout}-{direction}"
+    case, direction = key
+    return f"{launches.word(case)}-{'NHWC' if case.shape.channels_last else 'NCHW'}-{direction}"
 
 
 def test_the_record_is_of_these_cases():

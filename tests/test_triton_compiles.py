@@ -105,6 +105,7 @@ CASES = {
     "held, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), True),
     "on chip, channels_last": ((6, 64, 4, 4), True, (16, 32, 0), False),
     "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
+    "streamed, positions abreast": ((6, 24, 8, 8), True, (4, 64, 2, 4, 8), True),
     "on chip, lanes that begin anew": ((6, 64, 40, 40), True, (16, 32, 0), False),
     "streamed, lanes that begin anew": ((6, 8, 40, 40), False, (4, 8, 2), False),
     "on chip": ((6, 8, 14, 14), False, (256, 8, 0), True),

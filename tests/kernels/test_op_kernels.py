@@ -36,7 +36,7 @@ class Case(NamedTuple):
     bias: int = 1
     residual: bool = False
     relu: bool = False
-    launch: tuple[int, int, int] | None = None  # positions and channels of a tile, programs per group
+    launch: tuple[int, ...] | None = None  # positions and channels of a tile, programs per group, warps, K
     mean: float = 1.0
     dtype: torch.dtype = torch.float32
 
@@ -78,6 +78,14 @@ CASES = {
     "streamed, large mean, shares that begin with a short chunk": Case(
         (4, 4, 5, 8), 4, mean=1000.0, launch=(16, 4, 4), last=False
     ),
+    "streamed, two positions abreast": Case((3, 6, 7, 4), 2, relu=True, launch=(8, 4, 3, 4, 2)),
+    "streamed, four abreast, none is a whole tile": Case((4, 5, 4, 7), 2, launch=(4, 16, 3, 4, 4), prior=2, gain=1),
+    "streamed, abreast, even tiles": Case((4, 6, 8, 8), 2, residual=True, relu=True, launch=(16, 4, 3, 4, 2)),
+    "streamed, abreast, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(8, 4, 3, 4, 4)),
+    "streamed, abreast, more shares than are merged at a time": Case((2, 6, 16, 16), 2, launch=(4, 8, 12, 4, 8)),
+    "streamed, abreast, bf16": Case(
+        (5, 12, 4, 8), 2, residual=True, relu=True, dtype=torch.bfloat16, launch=(4, 16, 2, 4, 4)
+    ),
     "even tiles, streamed": Case((4, 8, 4, 8), 2, residual=True, relu=True, launch=(16, 4, 2)),
     "even tiles, streamed, NCHW": Case((4, 8, 4, 8), 2, relu=True, launch=(16, 4, 3), last=False),
     "even tiles, streamed, large mean": Case((4, 8, 4, 8), 4, mean=1000.0, launch=(16, 4, 3)),
@@ -111,7 +119,15 @@ def _on_the_kernels(monkeypatch):
 
 def force(monkeypatch, case):
     if case.launch is not None:
-        monkeypatch.setattr(triton_op, "launch_for", lambda shape, *_, **__: launch_of(shape, *case.launch))
+        names = ["launch_for", "observing"] if case.launch[2] else ["launch_for"]
+        for name in names:
+            monkeypatch.setattr(triton_op, name, lambda shape, *_, **__: launched(shape, case.launch))
+
+
+def launched(shape, launch):
+    how, K = launch_of(shape, *launch), launch[4] if len(launch) > 4 else 1
+    assert K == how.K, "too few chunks for what the case says"
+    return how
 
 
 def tensors(case):
@@ -171,9 +187,13 @@ def test_matches_the_reference(case, monkeypatch):
         assert gradient.dtype == t.dtype
 
 
-@pytest.mark.parametrize("launch", [None, (16, 8, 2), (16, 8, 0)], ids=["as chosen", "streamed", "on chip"])
+@pytest.mark.parametrize(
+    "launch",
+    [None, (16, 8, 2), (16, 8, 0), (4, 8, 2, 4, 4)],
+    ids=["as chosen", "streamed", "on chip", "four positions abreast"],
+)
 def test_the_same_bits_every_time(launch, monkeypatch):
-    case = Case((3, 6, 5, 5), 2, relu=True, launch=launch)
+    case = Case((3, 6, 5, 8), 2, relu=True, launch=launch)
     force(monkeypatch, case)
     inputs = tensors(case)
     grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 2, 6, device=DEVICE)]
@@ -239,9 +259,13 @@ def test_a_beginning_unlike_the_rest(splits, last, monkeypatch):
     assert relative_error(y, reference.batch_kalman_norm(x.double(), *[None] * 5, 1, EPS)[0]) < 1e-4
 
 
-@pytest.mark.parametrize(("last", "launch"), [(True, (8, 8, 3)), (False, (16, 8, 0))], ids=["streamed", "on chip"])
+@pytest.mark.parametrize(
+    ("last", "launch"),
+    [(True, (8, 8, 3)), (True, (4, 8, 2, 4, 2)), (False, (16, 8, 0))],
+    ids=["streamed", "two positions abreast", "on chip"],
+)
 def test_observing_alone(last, launch, monkeypatch):
-    case = Case((5, 6, 3, 3), 2, last=last, launch=launch)
+    case = Case((5, 6, 3, 4), 2, last=last, launch=launch)
     force(monkeypatch, case)
     x = tensors(case)[0]
     exact = x.detach().double().requires_grad_()

@@ -14,7 +14,9 @@ import triton.language as tl
 
 from kalmannorm.kernels.triton_norm import (
     VARYING,
+    channel_at,
     channels_of,
+    in_rows,
     in_vectors,
     load_prior,
     load_row,
@@ -166,15 +168,16 @@ def backward_kernel(
 def backward_reduce_kernel(
     g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr,
     N, G, C, L, m, splits, chunks, weight_row, bias_row, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: Σ g and Σ g (x - x̄) of a share of a group's chunks, (2, S, G, C); the residual's gradient."""
+    """Streamed, first: Σ g and Σ g (x - x̄) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
     in_turn(PDL)
-    C, L = in_vectors(C, L, V, CHANNELS_LAST)
-    group, split, block = place(tl.program_id(0), C, splits, BC)
-    channel, in_c = channels_of(block, C, BC, EVEN)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
+    channel = channel_at(column, C, K)
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
@@ -184,7 +187,7 @@ def backward_reduce_kernel(
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     for chunk in tl.range(split, chunks, splits, num_stages=STAGES):
-        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
         away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
         g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
@@ -193,8 +196,8 @@ def backward_reduce_kernel(
             tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
         lanes_g += g
         lanes_gx += g * away
-    share = (split * G + group).to(tl.int64) * C + channel
-    plane = tl.full([1], splits, tl.int64) * G * C
+    share = (split * G + group).to(tl.int64) * columns + column
+    plane = tl.full([1], splits, tl.int64) * G * columns
     tl.store(partial_ptr + share, tl.sum(lanes_g, 0), mask=in_c)
     tl.store(partial_ptr + plane + share, tl.sum(lanes_gx, 0), mask=in_c)
 
@@ -207,19 +210,20 @@ def backward_apply_kernel(
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr,
+    AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: the filter's backward, whose rows (G, C) the first program of a group stores, and dx.
 
     Behind a residual and a ReLU, g is what came through.
     """
     in_turn(PDL)
-    C, L = in_vectors(C, L, V, CHANNELS_LAST)
-    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
-    channel, in_c = channels_of(block, C, BC, EVEN)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
+    channel = channel_at(column, C, K)
     mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
@@ -229,23 +233,24 @@ def backward_apply_kernel(
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
-    plane = tl.full([], splits, tl.int64) * G * C
+    plane = tl.full([], splits, tl.int64) * G * (C * K)
     shares_g = tl.zeros([BC, BS], tl.float32)
     shares_gx = tl.zeros([BC, BS], tl.float32)
-    for first in tl.range(0, splits, BS):
-        _, share, there = shares_at(first, group, channel, in_c, G, C, splits, BS)
+    for first in tl.range(0, splits * K, BS):
+        _, share, there = shares_at(first, group, channel, in_c, G, C, splits, K, BS)
         shares_g += tl.load(partial_ptr + share, mask=there, other=0.0)
         shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
     slope, constant = settle(
         tl.sum(shares_g, 1), tl.sum(shares_gx, 1),
         mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
-        group, channel, in_c & (split == 0),
-        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
+        group, channel, in_c & (column == channel) & (split == 0),
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, rows * K, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     last = tl.cdiv(chunks - split, splits) - 1
     for turn in tl.range(0, last + 1, num_stages=STAGES):
         chunk = split + (last - turn) * splits
-        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
         away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
         g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)

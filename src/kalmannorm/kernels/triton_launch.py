@@ -9,6 +9,7 @@ GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ LEAST = 12800
 """Values of each program, before groups are shared by twice as many."""
 MOST_SPLITS = 256
 """Shares of a group, which one program merges."""
+MOST_MERGED = 512
+"""The same, counting each of the positions abreast."""
 FRESH = 64
 """Values of a lane that are summed relative to its first."""
 
@@ -59,6 +62,16 @@ class Shape(NamedTuple):
         return blocks_of(self.slab, BR) if self.channels_last else blocks_of(self.L, BR) * self.m
 
     @property
+    def filling(self) -> int:
+        """How many positions make a row of whole tiles, 64 channels wide; one where examples end within such a row."""
+        K = 64 // math.gcd(self.C, 64)
+        return K if self.channels_last and self.L % K == 0 else 1
+
+    def abreast(self, K: int) -> Shape:
+        """As tiles see x in channels_last, where K positions are one row."""
+        return self._replace(C=self.C * K, L=self.L // K)
+
+    @property
     def vector(self) -> int:
         """Up to 16 neighbours, a power of two, that every row holds a whole number of times."""
         inner = self.C if self.channels_last else self.L
@@ -66,16 +79,21 @@ class Shape(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Tiles of BR positions × BC channels; `splits` programs share a group, 0 for one program that does all of it."""
+    """Tiles of BR positions × BC channels; `splits` programs share a group, 0 for one program that does all of it.
+
+    Where groups are shared, K positions abreast may be one.
+    """
 
     BR: int
     BC: int
     splits: int
     chunks: int
     warps: int = 4
+    K: int = 1
 
     def even(self, shape: Shape) -> bool:
         """Whether tiles cover every group without rest."""
+        shape = shape.abreast(self.K)
         rest = shape.N % shape.m or shape.C % self.BC
         return not rest and (shape.slab if shape.channels_last else shape.L) % self.BR == 0
 
@@ -95,7 +113,7 @@ class Launch(NamedTuple):
     @property
     def merged(self) -> int:
         """Shares of a group that a program loads at a time."""
-        return min(power(self.splits), 32)
+        return min(power(self.splits * self.K), 32)
 
     @property
     def stages(self) -> int:
@@ -212,6 +230,8 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
         return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
+    if (how := _abreast(shape, processors, backward)) is not None:
+        return how
     tiles, one = _tiles(shape, processors), shape.groups == 1
     if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
         return _split(shape, 64, 32, processors, each=2)
@@ -222,6 +242,28 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
     low = tiles < 16 or one == residual
     return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
+
+
+def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
+    """Several positions as one row, where channels alone leave tiles partly empty.
+
+    None where they do not, or where there would be more to merge than is won. The fewer tiles a program has, the more
+    programs must be on a processor at once, so that one works while another merges.
+    """
+    K, tiles, one = shape.filling, _tiles(shape, processors), shape.groups == 1
+    small = tiles < 16 if one else tiles < 8
+    if K == 1 or (small and (K > 2 or not one or not backward)):
+        return None
+    programs = _programs(shape.abreast(K), 64)
+    if one:
+        BR, splits, warps = (32, processors // programs, 4) if small else (64, processors // programs, 8)
+    elif tiles < LARGE:
+        BR, splits, warps = 32, max(round(2 * processors / programs), 2 if programs < 2 * processors else 1), 4
+    else:
+        BR, splits = 64, max(6 * processors // programs, 2)
+        warps = 8 if shape.abreast(K).chunks(BR) >= 16 * splits else 4
+    splits = min(max(splits, 1), MOST_SPLITS)
+    return launch_of(shape, BR, 64, splits, warps, K) if splits * K <= MOST_MERGED else None
 
 
 def _large(shape: Shape, processors: int) -> Launch:
@@ -244,7 +286,7 @@ def _halved(shape: Shape, how: Launch) -> Launch:
         # Values that are loaded one by one take more registers.
         BC = max(how.BC // 2, 1) if shape.vector == 1 else how.BC
         return how._replace(BC=BC, warps=min(2 * how.warps, 16))
-    return launch_of(shape, how.BR // 2, *how[1:3], how.warps) if how.BR * how.BC >= 2048 else how
+    return launch_of(shape, how.BR // 2, *how[1:3], how.warps, how.K) if how.BR * how.BC >= 2048 else how
 
 
 def _tiles(shape: Shape, processors: int) -> float:
@@ -252,12 +294,11 @@ def _tiles(shape: Shape, processors: int) -> float:
 
 
 def _ragged(shape: Shape, processors: int) -> bool:
-    """A large tensor whose last block of channels is not full, in more programs than run at once.
-
-    Shares of its groups were faster then than one program for each, by up to a tenth.
-    """
-    large = _tiles(shape, processors) >= LARGE and _programs(shape, 64) > processors
-    return large and shape.C > 64 and shape.C % 64 > 0
+    """Whether to share groups because their last block of channels is not full, though they would fill the GPU."""
+    tiles = _tiles(shape, processors)
+    if shape.filling > 1:
+        return tiles >= LARGE or (tiles >= 16 and shape.slab > LONGEST)
+    return tiles >= LARGE and _programs(shape, 64) > processors and shape.C > 64 and shape.C % 64 > 0
 
 
 def _programs(shape: Shape, BC: int) -> int:
@@ -278,9 +319,11 @@ def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int) -> Lau
     return launch_of(shape, BR, BC, min(max(each * processors // programs, 1), MOST_SPLITS))
 
 
-def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4) -> Launch:
-    chunks = shape.chunks(BR)
-    return Launch(BR, BC, min(splits, chunks) if chunks > 2 else 0, chunks, warps)
+def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4, K: int = 1) -> Launch:
+    chunks = shape.abreast(K).chunks(BR)
+    if splits and chunks > 2:
+        return Launch(BR, BC, min(splits, chunks), chunks, warps, K)
+    return Launch(BR, BC, 0, shape.chunks(BR), warps)
 
 
 def processors_of(x: Tensor) -> int:

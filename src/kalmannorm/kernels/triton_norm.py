@@ -42,6 +42,25 @@ def in_vectors(C, L, V: tl.constexpr, CHANNELS_LAST: tl.constexpr):
 
 
 @triton.jit
+def in_rows(C, L, V: tl.constexpr, K: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """C, and x as tiles see it where K positions lie abreast in a row: columns of a row, and rows of an example.
+
+    So channels that are no multiple of a tile's width fill all of it. What is found of a channel in each of its K
+    columns is merged as if programs had shared it.
+    """
+    if K == 1:
+        C, L = in_vectors(C, L, V, CHANNELS_LAST)
+        return C, C, L
+    columns, rows = in_vectors(C * K, L // K, V, CHANNELS_LAST)
+    return C, columns, rows
+
+
+@triton.jit
+def channel_at(column, C, K: tl.constexpr):
+    return column if K == 1 else column % C
+
+
+@triton.jit
 def channels_of(block, C, BC: tl.constexpr, EVEN: tl.constexpr):
     """The channels [BC] of a block, and which of them there are; where tiles are even, the compiler knows: all."""
     channel = block * BC + tl.arange(0, BC)
@@ -263,47 +282,51 @@ def forward_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def reduce_kernel(
     x_ptr, partial_ptr, count_ptr, N, G, C, L, m, splits, chunks,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: mean and squared deviations (2, S, G, C) of a share of a group, and its count (S, G)."""
+    """Streamed, first: mean and squared deviations (2, S, G, K, C) of a share of a group, and its count (S, G)."""
     in_turn(PDL)
-    C, L = in_vectors(C, L, V, CHANNELS_LAST)
-    group, split, block = place(tl.program_id(0), C, splits, BC)
-    channel, in_c = channels_of(block, C, BC, EVEN)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
     total, mean, squared = observed(
-        x_ptr, split, splits, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN, ONCE
-    )
+        x_ptr, split, splits, group, column, in_c, N, columns, rows, m, chunks,
+        BR, BC, STAGES, CHANNELS_LAST, EVEN, ONCE,
+    )  # fmt: skip
     row = (split * G + group).to(tl.int64)
-    plane = tl.full([1], splits, tl.int64) * G * C
-    tl.store(partial_ptr + row * C + channel, mean, mask=in_c)
-    tl.store(partial_ptr + plane + row * C + channel, squared, mask=in_c)
+    plane = tl.full([1], splits, tl.int64) * G * columns
+    tl.store(partial_ptr + row * columns + column, mean, mask=in_c)
+    tl.store(partial_ptr + plane + row * columns + column, squared, mask=in_c)
     if block == 0:
         tl.store(count_ptr + row, total)
 
 
 @triton.jit
-def shares_at(start, group, channel, in_c, G, C, splits, BS: tl.constexpr):
-    """BS shares of a group, their offsets [BC, BS] in partial sums, and which of them are there.
+def shares_at(start, group, channel, in_c, G, C, splits, K: tl.constexpr, BS: tl.constexpr):
+    """BS shares of a group, K of each split: whose they are, offsets [BC, BS] in partial sums, which are there.
 
     Channels come first, across to x: a row summed over shares would otherwise bring its layout along, and every tile of
     x would go through shared memory to be stored.
     """
-    split = start + tl.arange(0, BS)
-    share = (split.to(tl.int64) * G + group)[None, :] * C + channel[:, None]
-    return split, share, (split < splits)[None, :] & in_c[:, None]
+    share = start + tl.arange(0, BS)
+    split = share // K
+    row = (split.to(tl.int64) * G + group) * K + share % K
+    return split, row[None, :] * C + channel[:, None], (split < splits)[None, :] & in_c[:, None]
 
 
 @triton.jit
-def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC: tl.constexpr, BS: tl.constexpr):
+def merge_shares(
+    partial_ptr, count_ptr, group, channel, in_c, G, C, splits, K: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
     """A group's shares as one, BS at a time: how many values, their mean, their sum of squared deviations."""
-    base = tl.load(partial_ptr + group.to(tl.int64) * C + channel, mask=in_c, other=0.0)
-    squares_ptr = partial_ptr + tl.full([], splits, tl.int64) * G * C
+    base = tl.load(partial_ptr + group.to(tl.int64) * (C * K) + channel, mask=in_c, other=0.0)
+    squares_ptr = partial_ptr + tl.full([], splits, tl.int64) * G * (C * K)
     counts = tl.zeros([BS], tl.float32)
     sums = tl.zeros([BC, BS], tl.float32)
     squares = tl.zeros([BC, BS], tl.float32)
-    for start in tl.range(0, splits, BS):
-        split, share, there = shares_at(start, group, channel, in_c, G, C, splits, BS)
+    for start in tl.range(0, splits * K, BS):
+        split, share, there = shares_at(start, group, channel, in_c, G, C, splits, K, BS)
         count = tl.load(count_ptr + split * G + group, mask=split < splits, other=0.0)
         away = tl.load(partial_ptr + share, mask=there, other=0.0) - base[:, None]
         squared = tl.load(squares_ptr + share, mask=there, other=0.0)
@@ -317,14 +340,15 @@ def merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC:
 
 @triton.jit(do_not_specialize=VARYING)
 def observe_kernel(
-    partial_ptr, count_ptr, mean_ptr, var_ptr, G, C, splits, BS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr
+    partial_ptr, count_ptr, mean_ptr, var_ptr, G, C, splits,
+    K: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """After `reduce_kernel`, where nothing is to be normalized: the observation."""
     in_turn(PDL)
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
-    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC, BS)
+    total, mean, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, K, BC, BS)
     row = group.to(tl.int64) * C + channel
     tl.store(mean_ptr + row, mean, mask=in_c)
     tl.store(var_ptr + row, squared / total, mask=in_c)
@@ -336,23 +360,24 @@ def apply_kernel(
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
     N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
-    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
     in_turn(PDL)
-    C, L = in_vectors(C, L, V, CHANNELS_LAST)
-    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), C, splits, BC)
-    channel, in_c = channels_of(block, C, BC, EVEN)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
+    channel = channel_at(column, C, K)
     prior_mean, prior_var, q = load_prior(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
     shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
-    total, centre, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, BC, BS)
+    total, centre, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, K, BC, BS)
     mean, var = settle(
-        total, centre, squared, prior_mean, prior_var, q, group, channel, in_c & (split == 0),
+        total, centre, squared, prior_mean, prior_var, q, group, channel, in_c & (column == channel) & (split == 0),
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
@@ -360,7 +385,7 @@ def apply_kernel(
     last = tl.cdiv(chunks - split, splits) - 1
     for turn in tl.range(0, last + 1, num_stages=STAGES):
         chunk = split + (last - turn) * splits
-        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
         z = (x - centre[None, :]) * scale[None, :] + shift[None, :]

@@ -56,7 +56,7 @@ def forward(
     if how.splits == 0:
         launches[0](x, y, residual, *parameters, *moments)
         return y, *moments
-    partial = torch.empty((2, how.splits, *mean.shape), device=x.device, dtype=torch.float32)
+    partial = partial_sums(shape, how, x.device)
     count = torch.empty((how.splits, shape.groups), device=x.device, dtype=torch.float32)
     launches[0](x, partial, count)
     launches[1](x, y, residual, partial, count, *parameters, *moments)
@@ -75,22 +75,26 @@ def forward_launches(
         "RELU": relu,
         "RESIDUAL": residual,
     }
-    blocks = blocks_of(shape.C, how.BC) * shape.groups
+    blocks = blocks_of(shape.C * how.K, how.BC) * shape.groups
     if how.held:
         return (Ready(held.held_forward_kernel, (blocks,), (*sizes, *rows, eps), options),)
     if how.splits == 0:
         numbers = *sizes, how.chunks, *rows, eps
         return (Ready(norm.forward_kernel, (blocks,), numbers, options | {"ONCE": how.once}),)
     numbers = *sizes, how.splits, how.chunks, *rows, eps
-    apply = Ready(norm.apply_kernel, (blocks * how.splits,), numbers, options | {"BS": how.merged})
+    apply = Ready(norm.apply_kernel, (blocks * how.splits,), numbers, options | {"K": how.K, "BS": how.merged})
     return reducing(shape, how, device), apply
 
 
 @functools.lru_cache(maxsize=KEPT)
 def reducing(shape: Shape, how: Launch, device: torch.device) -> Ready:
     numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks
-    grid = (blocks_of(shape.C, how.BC) * how.splits * shape.groups,)
-    return Ready(norm.reduce_kernel, grid, numbers, tile_of(shape, how, device) | {"ONCE": how.once})
+    grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
+    return Ready(norm.reduce_kernel, grid, numbers, tile_of(shape, how, device) | {"K": how.K, "ONCE": how.once})
+
+
+def partial_sums(shape: Shape, how: Launch, device: torch.device) -> Tensor:
+    return torch.empty((2, how.splits, shape.groups, how.K, shape.C), device=device, dtype=torch.float32)
 
 
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
@@ -99,11 +103,11 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
     G, C = shape.groups, shape.C
     mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
-    partial = torch.empty((2, how.splits, G, C), device=x.device, dtype=torch.float32)
+    partial = partial_sums(shape, how, x.device)
     count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
     reducing(shape, how, x.device)(x, partial, count)
     BC = 32
-    ready(norm.observe_kernel, (G, blocks_of(C, BC)), x.device, BS=how.merged, BC=BC)(
+    ready(norm.observe_kernel, (G, blocks_of(C, BC)), x.device, K=how.K, BS=how.merged, BC=BC)(
         partial, count, mean, var, G, C, how.splits
     )
     return mean, var
@@ -144,7 +148,7 @@ def backward(
     if how.splits == 0:
         launches[0](grad_y, x, y, dx, d_residual, *parameters, *at)
     else:
-        partial = torch.empty((2, how.splits, shape.groups, shape.C), device=x.device, dtype=torch.float32)
+        partial = partial_sums(shape, how, x.device)
         launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:3])
         launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *at)
     fold(rooms)
@@ -178,22 +182,23 @@ def backward_launches(
         "AT_POSTERIOR": arrived[0],
         "AT_OBSERVATION": arrived[1],
     }
-    blocks = blocks_of(shape.C, how.BC) * shape.groups
+    blocks = blocks_of(shape.C * how.K, how.BC) * shape.groups
     masked = {"RESIDUAL": residual}
     if how.held:
         return (Ready(held.held_backward_kernel, (blocks,), (*sizes, *rows, eps), options | masked),)
     if how.splits == 0:
         return (Ready(gradient.backward_kernel, (blocks,), (*sizes, how.chunks, *rows, eps), options | masked),)
-    grid, share = (blocks * how.splits,), (how.splits, how.chunks)
+    grid, share, abreast = (blocks * how.splits,), (how.splits, how.chunks), {"K": how.K}
+    merging = options | abreast | {"BS": how.merged}
     return (
-        Ready(gradient.backward_reduce_kernel, grid, (*sizes, *share, *rows[:2], eps), looking | masked),
-        Ready(gradient.backward_apply_kernel, grid, (*sizes, *share, *rows, eps), options | {"BS": how.merged}),
+        Ready(gradient.backward_reduce_kernel, grid, (*sizes, *share, *rows[:2], eps), looking | abreast | masked),
+        Ready(gradient.backward_apply_kernel, grid, (*sizes, *share, *rows, eps), merging),
     )
 
 
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
-    tile = {"BR": how.BR, "BC": how.BC, "V": shape.vector, "CHANNELS_LAST": shape.channels_last, "num_warps": how.warps}
-    tile["EVEN"] = how.even(shape)
+    tile = {"BR": how.BR, "BC": how.BC, "V": shape.abreast(how.K).vector, "num_warps": how.warps}
+    tile |= {"CHANNELS_LAST": shape.channels_last, "EVEN": how.even(shape)}
     return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
 
 
