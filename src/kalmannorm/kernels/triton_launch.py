@@ -229,6 +229,9 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
+        if not backward and BR == 256 and _tiles(shape, processors) < 8:
+            BC = min(power(shape.C), 8)
+            return launch_of(shape, BR, BC, min(max(2 * processors // _programs(shape, BC), 1), MOST_SPLITS))
         return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
     if (how := _abreast(shape, processors, backward)) is not None:
         return how
@@ -251,18 +254,20 @@ def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
     programs must be on a processor at once, so that one works while another merges.
     """
     K, tiles, one = shape.filling, _tiles(shape, processors), shape.groups == 1
-    small = tiles < 16 if one else tiles < 8
-    if K == 1 or (small and (K > 2 or not one or not backward)):
+    if K == 1 or tiles < (16 if one else 8):
         return None
-    programs = _programs(shape.abreast(K), 64)
+    BR, programs = 64, _programs(shape.abreast(K), 64)
     if one:
-        BR, splits, warps = (32, processors // programs, 4) if small else (64, processors // programs, 8)
+        light = tiles < LARGE and not backward
+        each, warps = 2 if light and programs >= K else 1, 4 if light else 8
+        splits = max(each * processors // programs, 1)
     elif tiles < LARGE:
-        BR, splits, warps = 32, max(round(2 * processors / programs), 2 if programs < 2 * processors else 1), 4
+        BR, warps = 32, 4
+        splits = max(round(2 * processors / programs), 2 if programs < 2 * processors else 1)
     else:
-        BR, splits = 64, max(6 * processors // programs, 2)
+        splits = max(6 * processors // programs, 2)
         warps = 8 if shape.abreast(K).chunks(BR) >= 16 * splits else 4
-    splits = min(max(splits, 1), MOST_SPLITS)
+    splits = min(splits, MOST_SPLITS)
     return launch_of(shape, BR, 64, splits, warps, K) if splits * K <= MOST_MERGED else None
 
 
