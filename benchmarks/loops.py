@@ -2,15 +2,15 @@
 
     python benchmarks/loops.py -o loops.csv
 
-The steps of `kalmannorm bench step`, started from Python: random images, bf16 under autocast, channels_last. Contenders
-take turns, a step each; the median of 15 rounds, 20th and 80th percentile. "graphed" is
-`torch.cuda.make_graphed_callables` before the loop; the loss and the optimizer are started from Python as before.
+The steps of `kalmannorm bench step`, started from Python: random images, bf16 under autocast, channels_last; each
+contender by itself, the median of 15 steps. "graphed" is `torch.cuda.make_graphed_callables` before the loop; the loss
+and the optimizer are started from Python as before.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import statistics
 import time
 from pathlib import Path
 
@@ -19,8 +19,6 @@ from torch import nn
 
 from kalmannorm.lab.bench.output import write_csv
 from kalmannorm.lab.bench.step_contenders import Case, Contender, Entry, entries
-from kalmannorm.lab.bench.turns import Seconds, check_rounds, spread, take_turns
-from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.records import Record
 
@@ -40,29 +38,29 @@ def contender(entry: Entry, model: str, device: torch.device, way: str) -> Conte
     return found
 
 
-def seconds(loop: Contender) -> Seconds:
-    """Of one step, from its start in Python until the GPU has done it."""
-    begin = time.perf_counter()
-    loop.step()
-    if loop.images.is_cuda:
-        torch.cuda.synchronize(loop.images.device)
-    return Seconds(time.perf_counter() - begin)
+def timed(loop: Contender, steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, and the loss of the last."""
+    loss, times = torch.zeros(()), []
+    for number in range(5 + steps):
+        begin = time.perf_counter()
+        loss = loop.step()
+        if loss.is_cuda:
+            torch.cuda.synchronize(loss.device)
+        if number >= 5:
+            times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times), loss.item()
 
 
-def measure(model: str, batch: int, device: torch.device, rounds: int) -> list[Record]:
-    ways = (EAGER, GRAPHED) if device.type == "cuda" else (EAGER,)
-    contenders = entries(batch, [2], ["bkn"], fused=True)
-    loops = {(way, entry): contender(entry, model, device, way) for way in ways for entry in contenders}
-    timers = {f"{entry}, {way}": functools.partial(seconds, loop) for (way, entry), loop in loops.items()}
-    times = take_turns(timers, rounds)
+def measure(model: str, batch: int, device: torch.device, steps: int) -> list[Record]:
     rows: list[Record] = []
-    for (way, entry), loop in loops.items():
-        ms = spread("ms", [1e3 * one.clock for one in times[f"{entry}, {way}"]], digits=1)
-        method = " ".join(filter(None, (entry.method, entry.way)))
-        print(f"{model} {method}, {way}: {ms['ms']} ms", flush=True)
-        case = {"model": model, "shape": "x".join(map(str, loop.images.shape)), "m": 2, "method": method, "way": way}
-        # Every contender has done as many steps, so a graph's loss is the one from Python.
-        rows.append({**case, "rounds": rounds, **ms, "loss": round(loop.step().item(), 4)})
+    for way in (EAGER, GRAPHED) if device.type == "cuda" else (EAGER,):
+        for entry in entries(batch, [2], ["bkn"], fused=True):
+            loop = contender(entry, model, device, way)
+            ms, loss = timed(loop, steps)
+            method = " ".join(filter(None, (entry.method, entry.way)))
+            print(f"{model} {method}, {way}: {ms:.1f} ms", flush=True)
+            case = {"model": model, "shape": "x".join(map(str, loop.images.shape)), "m": 2, "method": method}
+            rows.append({**case, "way": way, "ms": round(ms, 1), "loss": round(loss, 4)})
     return rows
 
 
@@ -70,16 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet101", help="one of the lab's nets, or a name of torchvision or timm")
     parser.add_argument("--batch", type=int, default=32, help="images of a step; groups are of 2")
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender, in turn")
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("-o", "--output", type=Path, required=True, help="where to write the CSV")
     arguments = parser.parse_args()
-    try:
-        check_rounds(arguments.rounds)
-    except LabError as error:
-        parser.error(str(error))
     torch.backends.cudnn.benchmark = True
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows = measure(arguments.model, arguments.batch, device, arguments.rounds)
+    rows = measure(arguments.model, arguments.batch, device, arguments.steps)
     write_csv(arguments.output, rows, origin())
 
 
