@@ -121,7 +121,10 @@ def shared(s: Shape) -> Iterator[Launch]:
 
 def shared_of_large(s: Shape) -> Iterator[Launch]:
     """For large tensors: tiles of any width, and one to six programs for each processor, two at least of a group."""
-    for BR, BC, warps in ((64, 64, 8), (64, 64, 4), (32, 64, 4), (128, 32, 8), (128, 32, 4), (16, 128, 4)):
+    tiles = [(64, 64, 8), (64, 64, 4), (32, 64, 4), (128, 32, 8), (128, 32, 4), (16, 128, 4)]
+    narrow = power(s.C)
+    tiles = [(2048 // narrow, narrow, 4), (4096 // narrow, narrow, 8)] if narrow <= 16 else tiles
+    for BR, BC, warps in tiles:
         programs = s.groups * -(-s.C // BC)
         for times in (1, 2, 3, 4, 6) if warps == 8 else (2, 4):
             yield launch_of(s, BR, BC, min(max(times * PROCESSORS // programs, 2), 256), warps)

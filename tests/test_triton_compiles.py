@@ -228,8 +228,10 @@ SMALLEST = 99 * 1024
         "streamed": ((4, 256, 56, 56), 4),
         "streamed, larger": ((16, 256, 56, 56), 16),
         "streamed, the largest": ((64, 64, 112, 112), 2),
+        "positions abreast": ((64, 48, 112, 112), 2),
+        "positions abreast, one group": ((64, 48, 112, 112), 64),
     }.values(),
-    ids=["held", "wide", "narrow", "streamed", "streamed, larger", "streamed, the largest"],
+    ids=["held", "wide", "narrow", "streamed", "streamed, larger", "streamed, the largest", "abreast", "abreast, one"],
 )
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monkeypatch):

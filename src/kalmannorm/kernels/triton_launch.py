@@ -63,7 +63,10 @@ class Shape(NamedTuple):
 
     @property
     def filling(self) -> int:
-        """How many positions make a row of whole tiles, 64 channels wide; one where examples end within such a row."""
+        """How many positions make a row of whole tiles, 64 channels wide, in channels_last.
+
+        One where examples end within such a row, and in contiguous x.
+        """
         K = 64 // math.gcd(self.C, 64)
         return K if self.channels_last and self.L % K == 0 else 1
 
@@ -79,9 +82,9 @@ class Shape(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Tiles of BR positions × BC channels; `splits` programs share a group, 0 for one program that does all of it.
+    """Tiles of BR rows × BC columns; `splits` programs share a group, 0 for one program that does all of it.
 
-    Where groups are shared, K positions abreast may be one.
+    A row is a position, and a column a channel; but where groups are shared, K positions abreast may be one row.
     """
 
     BR: int
@@ -152,7 +155,8 @@ def launch_for(
     """`residual` is one more tensor each way; `wide` is float32, of which half as much fits anywhere."""
     how = None
     if shape.channels_last:
-        how = (_backward_alone if backward else _forward_alone)(shape, processors)
+        if not _ragged(shape, processors, backward):
+            how = (_backward_alone if backward else _forward_alone)(shape, processors)
     elif shape.chunks(_alone_rows(shape)) <= SHORT or _programs(shape, 1) >= 16 * processors:
         how = _contiguous_alone(shape, processors, backward)
     if how is None:
@@ -175,8 +179,6 @@ def _forward_alone(shape: Shape, processors: int) -> Launch | None:
     many = shape.C >= 64 and _programs(shape, 64) >= 0.9 * processors
     if rows <= HELD:
         return launch_of(shape, 64, 64, 0) if many and rows == HELD else _held(shape, 32, 64)
-    if _ragged(shape, processors):
-        return None
     if many:
         return launch_of(shape, 128, 64, 0, 8)
     if _programs(shape, 16) > processors:
@@ -194,8 +196,6 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
         if shape.C >= 64 and by_64 >= 1.3:
             return launch_of(shape, 64, 64, 0)
         return launch_of(shape, 64, 32, 0) if shape.C >= 32 and by_32 >= 1.8 else _held(shape, 32, 64)
-    if _ragged(shape, processors):
-        return None
     if shape.C >= 64 and by_64 >= 0.9:
         return launch_of(shape, 128, 64, 0, 8)
     if rows > LONGEST:
@@ -229,7 +229,7 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
     """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
-        if not backward and BR == 256 and _tiles(shape, processors) < 8:
+        if not backward and BR == 256 and 3 <= _tiles(shape, processors) < 8:
             BC = min(power(shape.C), 8)
             return launch_of(shape, BR, BC, min(max(2 * processors // _programs(shape, BC), 1), MOST_SPLITS))
         return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
@@ -260,7 +260,9 @@ def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
     if one:
         light = tiles < LARGE and not backward
         each, warps = 2 if light and programs >= K else 1, 4 if light else 8
-        splits = max(each * processors // programs, 1)
+        splits = each * processors // programs
+        if programs * splits < 0.9 * processors:
+            splits += 1
     elif tiles < LARGE:
         BR, warps = 32, 4
         splits = max(round(2 * processors / programs), 2 if programs < 2 * processors else 1)
@@ -268,7 +270,9 @@ def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
         splits = max(6 * processors // programs, 2)
         warps = 8 if shape.abreast(K).chunks(BR) >= 16 * splits else 4
     splits = min(splits, MOST_SPLITS)
-    return launch_of(shape, BR, 64, splits, warps, K) if splits * K <= MOST_MERGED else None
+    # What a program merges is to be no more than twice what it reads of x.
+    most = min(MOST_MERGED, math.isqrt(shape.slab // 2))
+    return launch_of(shape, BR, 64, splits, warps, K) if splits * K <= most else None
 
 
 def _large(shape: Shape, processors: int) -> Launch:
@@ -298,12 +302,14 @@ def _tiles(shape: Shape, processors: int) -> float:
     return shape.size / 4096 / processors
 
 
-def _ragged(shape: Shape, processors: int) -> bool:
+def _ragged(shape: Shape, processors: int, backward: bool) -> bool:
     """Whether to share groups because their last block of channels is not full, though they would fill the GPU."""
     tiles = _tiles(shape, processors)
-    if shape.filling > 1:
-        return tiles >= LARGE or (tiles >= 16 and shape.slab > LONGEST)
-    return tiles >= LARGE and _programs(shape, 64) > processors and shape.C > 64 and shape.C % 64 > 0
+    if shape.C % 64 == 0 or tiles < 16 or power(shape.slab) <= HELD:
+        return False
+    if _abreast(shape, processors, backward) is not None:
+        return tiles >= LARGE or shape.slab > LONGEST
+    return tiles >= LARGE and _programs(shape, 64) > processors and shape.C > 64
 
 
 def _programs(shape: Shape, BC: int) -> int:

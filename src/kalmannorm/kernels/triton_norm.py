@@ -1,7 +1,8 @@
 """The op as Triton kernels; imported on the CUDA path only. The backward: `triton_gradient.py`.
 
 x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
-because the rows of a group follow each other in memory; contiguous ones stay inside an example. Each of a tile's BR
+because the rows of a group follow each other in memory; contiguous ones stay inside an example. Streamed, K positions
+may lie abreast in a row of a channels_last tile (`in_rows`). Each of a tile's BR
 lanes sums how far so many values are from the first of them, and the squares of that; lanes, tiles and programs are
 merged in fixed order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter
 are float32.
@@ -285,7 +286,7 @@ def reduce_kernel(
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: mean and squared deviations (2, S, G, K, C) of a share of a group, and its count (S, G)."""
+    """Streamed, first: mean and squared deviations (2, S, G, K, C) of a share of a group; rows of it (S, G)."""
     in_turn(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
