@@ -81,6 +81,9 @@ def test_few_rows_are_not_taken_abreast():
     assert launch.launch_of(shape, 32, 64, 4, 8, 2) == launch.Launch(32, 64, 4, 4, 8, 2)
     assert launch.launch_of(shape, 32, 64, 0, 8, 2) == launch.Launch(32, 64, 0, 8, 8)
 
+    short = Shape(1024, 40, 1024, 1, True)
+    assert short.filling == 8 and launch.launch_for(short, 132) == launch.Launch(128, 32, 0, 8)
+
 
 def test_tiles_are_even_by_the_rows_that_they_see():
     shape = Shape(4, 96, 384, 2, True)

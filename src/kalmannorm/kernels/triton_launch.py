@@ -272,7 +272,8 @@ def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
     splits = min(splits, MOST_SPLITS)
     # What a program merges is to be no more than twice what it reads of x.
     most = min(MOST_MERGED, math.isqrt(shape.slab // 2))
-    return launch_of(shape, BR, 64, splits, warps, K) if splits * K <= most else None
+    how = launch_of(shape, BR, 64, splits, warps, K)
+    return how if how.K > 1 and splits * K <= most else None
 
 
 def _large(shape: Shape, processors: int) -> Launch:
