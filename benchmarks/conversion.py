@@ -23,8 +23,8 @@ RECORD = Path(__file__).parent / "records" / "conversion.csv"
 TASKS = tuple(f"{what} {place}" for what in ("forward", "weights", "learned") for place in ("inplace", "copy"))
 
 
-def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[float, float]:
-    """Seconds and peak MiB of one task in this very process."""
+def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[float, float, float]:
+    """Seconds, those of processors, and peak MiB of one task in this very process."""
     import torch
     import torchvision
 
@@ -33,7 +33,7 @@ def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model, x = torchvision.models.get_model(name), torch.randn(batch, 3, size, size)
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     transition, place = what.split()
     if transition == "forward":
         with torch.no_grad():
@@ -41,7 +41,8 @@ def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[
             run(x)
     else:
         kalmannorm.convert(model, x, transition=transition, inplace=place == "inplace", statistics_batch_size=2)
-    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return time.perf_counter() - start, time.process_time() - worked, peak
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--task", task, "--model", options.model]
         command += ["--batch", str(options.batch), "--size", str(options.size), "--threads", str(options.threads)]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        seconds, peak = map(float, out.split())
+        seconds, _, peak = map(float, out.split())
         peaks[task] = peak
         ratio, own = peak / peaks[TASKS[0]], peak / peaks[f"forward {task.split()[1]}"]
         rows.append(
