@@ -17,6 +17,7 @@ from kalmannorm.lab.origin import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import again
 import loops
 import measured
 
@@ -101,3 +102,26 @@ def test_a_new_record_comes_at_the_end_and_a_torn_place_is_said(folder):
     assert measured.written(text) == text
     with pytest.raises(SystemExit, match=r"needs the lines <!-- op-here.csv --> and <!-- end of op-here.csv --> once"):
         measured.written("<!-- op-here.csv -->\n")
+
+
+def test_a_record_is_taken_again_by_its_own_command(tmp_path, monkeypatch, capfd):
+    own = "kalmannorm bench op --no-inductor --shape 2x4x3x3 --layout NCHW --rounds 5 --threads 1"
+    records, output = tmp_path / "records", tmp_path / "again"
+    records.mkdir()
+    monkeypatch.setattr(again, "RECORDS", records)
+    for name, command in (("op-mine.csv", own), ("op-not-mine-yet.csv", f"{own} --shape nonsense")):
+        (records / name).write_text(f"us,command\n1.0,{command} -o records/old.csv\n")
+    (records / "launches-mine.csv").write_text("us\n1.0\n")
+    monkeypatch.setattr(sys, "argv", ["again.py", "mine", "-o", str(output)])
+    with pytest.raises(SystemExit, match="not taken: op-not-mine-yet"):
+        again.main()
+    assert "op-mine.csv: taken" in capfd.readouterr().out
+    assert [path.name for path in output.iterdir()] == ["op-mine.csv"]
+    rows = measured.read(output / "op-mine.csv")
+    assert {row["command"] for row in rows} == {own} and {row["shape"] for row in rows} == {"2x4x3x3"}
+
+
+def test_every_record_of_the_gpu_names_its_command():
+    names = {path.name for path in measured.RECORDS.glob("*-h200.csv")}
+    told = {name for name in names if again.command_of(measured.RECORDS / name)}
+    assert names - told == {"launches-h200.csv", "launches-both-h200.csv"}
