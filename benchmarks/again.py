@@ -10,7 +10,6 @@ has looked at it; `python benchmarks/measured.py` then writes the tables. Launch
 from __future__ import annotations
 
 import argparse
-import csv
 import shlex
 import subprocess
 import sys
@@ -18,6 +17,8 @@ import time
 from pathlib import Path
 
 from measured import RECORDS, ROOT, read
+
+from kalmannorm.lab.bench.output import write_csv
 
 
 def command_of(path: Path) -> list[str]:
@@ -39,11 +40,8 @@ def program(words: list[str]) -> list[str]:
 def take(words: list[str], output: Path) -> int:
     status = subprocess.run([*program(words), "-o", str(output)], cwd=ROOT).returncode
     if status == 0:
-        rows = read(output)
-        with output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**row, "command": shlex.join(words)} for row in rows)
+        rows = [{name: value for name, value in row.items() if name != "command"} for row in read(output)]
+        write_csv(output, rows, {"command": shlex.join(words)})
     return status
 
 

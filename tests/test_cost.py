@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def measured(task):
-    """Seconds of a processor and MiB; one thread, so it takes as long by the clock where nothing runs beside it."""
+    """Seconds of a processor and MiB; with one thread no less than by the clock where nothing runs beside it."""
     command = [sys.executable, str(BENCHMARKS / "conversion.py"), "--task", task, "--threads", "1"]
     _, seconds, peak = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
     return seconds, peak

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kalmannorm.kernels import triton_launch as launch
+from kalmannorm.kernels.triton_launch import Shape
+
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 launches = pytest.importorskip("launches")
 
-launch = pytest.importorskip("kalmannorm.kernels.triton_launch")
-Shape = launch.Shape
 MEASURED = launches.measured(launches.RECORD)
 
 
