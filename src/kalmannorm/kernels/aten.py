@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kalmannorm import filter as kalman
 from kalmannorm.groups import cast, group_size, group_sizes, statistics_dtype
+from kalmannorm.kernels import pooled
 from kalmannorm.moments import Moments
 
 FAR = 8.0
@@ -41,6 +42,7 @@ class Slabs:
         self.whole = self.examples // self.size
         self.ragged = self.whole > 0 and self.examples % self.size > 0
         self.native = not self.last and x.device.type == "cpu"
+        self.pooled = self.last and pooled.worthwhile(x)
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """The groups of x, or of a tensor that lies as x does: those of full size, then the last."""
@@ -68,10 +70,18 @@ class Slabs:
 
     def moments(self, parts: list[Tensor], scratch: list[Tensor]) -> Moments:
         """Mean and variance, (G, C). `scratch` are parts to be overwritten, or the same."""
-        means = [values.mean(self.over, keepdim=True) for values in parts]
+        means = [self.mean(values) for values in parts]
         for values, mean, squares in zip(parts, means, scratch, strict=True):
             _ops.mse_loss.out(values, mean, EACH, out=squares)
-        return Moments(self.gather(means), self.gather([squares.mean(self.over) for squares in scratch]))
+        return Moments(self.gather(means), self.gather([self.mean(squares) for squares in scratch]))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Of every group of a part, shaped to broadcast over it."""
+        return pooled.mean(values).unsqueeze(1) if self.pooled else values.mean(self.over, keepdim=True)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of every group of a part, (g, C)."""
+        return pooled.total(values) if self.pooled else values.sum(self.over)
 
     def centred(self, parts: list[Tensor], mean_GC: Tensor) -> list[Tensor]:
         return [values - mean for values, mean in zip(parts, self.rows(mean_GC), strict=False)]
@@ -102,8 +112,8 @@ class Slabs:
                 products.append(product.view(rows).sum(1))
             else:
                 _ops.mse_loss_backward.grad_input(g, values, mean, EACH, grad_input=each)  # 2 g (x - mean)
-                sums.append(g.sum(self.over))
-                products.append(each.sum(self.over).mul_(0.5))
+                sums.append(self.total(g))
+                products.append(self.total(each).mul_(0.5))
         return self.gather(sums), self.gather(products)
 
 
@@ -119,7 +129,7 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     """Observed mean and variance, (G, C)."""
     slabs = Slabs(x, statistics_batch_size)
     parts = slabs.parts(cast(x, statistics_dtype(x)))
-    middle = slabs.gather([values.mean(slabs.over, keepdim=True) for values in parts])
+    middle = slabs.gather([slabs.mean(values) for values in parts])
     centred = slabs.centred(parts, middle)
     # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
     missed = slabs.moments(centred, centred)
