@@ -66,6 +66,19 @@ def test_digits_at_moderate_means(mean, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mean", [2, aten.FAR - 0.5, aten.FAR + 0.5], ids=["near", "just-near", "just-far"])
+def test_digits_of_the_gradient_of_a_scale(mean, layout):
+    """Σ g (x - x̄) / σ, also where g has a mean: right to what x̄ in float32 leaves of it, below that mean and beyond."""
+    x = LAYOUTS[layout]((torch.randn(8, 48, 24, 24, dtype=torch.float64) + mean).float())
+    g = LAYOUTS[layout](torch.randn_like(x) + 1)
+    found, expected = (torch.ones(48, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.float64))
+    batch_kalman_norm(x, None, None, found, None)[0].backward(g)
+    F.batch_norm(x.double(), None, None, expected, training=True).backward(g.double())
+    rounding = torch.finfo(torch.float32).eps * mean * g.double().abs().sum((0, 2, 3))
+    assert ((found.grad.double() - expected.grad).abs() / rounding).square().mean().sqrt().item() < 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_channel_that_stands_still(layout):
     """No variance, and a mean far from 0: the output is β, and nothing is NaN."""
     x = torch.randn(4, 3, 6, 6)

@@ -19,7 +19,7 @@ NARROWEST = 32
 """Channels. Shorter rows are not worth a loop each; there PyTorch's sum is as fast or faster."""
 SMALLEST = 2**17
 """Values. Of smaller tensors the sum finds all in a cache, and one call less counts."""
-HIGHEST = 128
+HIGHEST = 32
 """Rows added one after the other, at most: what is summed in stages rounds less."""
 LOWEST = 8
 
