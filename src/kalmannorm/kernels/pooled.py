@@ -1,9 +1,8 @@
 """Means and sums over the rows of (G, R, C) on ARM's CPUs, where channels lie last.
 
-PyTorch's sum over R goes down a few columns at a time, once for every few. ARM waits for the memory then, up to six
-times as long as a copy takes; x86 does not. The average pool of channels_last images adds whole rows, in the order in
-which they lie. So R rows are seen as images of one column, C channels and a height that divides R, pooled, and what is
-left pooled again.
+PyTorch's sum over R goes down a few columns at a time, once for every few. ARM waits for the memory then, x86 does not.
+The average pool of channels_last images adds whole rows, in the order in which they lie. So R rows are seen as images
+of one column, C channels and a height that divides R, pooled, and what is left pooled again.
 """
 
 from __future__ import annotations
