@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmannorm import batch_kalman_norm
-from kalmannorm.kernels import aten
+from kalmannorm.kernels import aten, reference
+from kalmannorm.op import batch_kalman_norm as op
 from test_op import arguments, channels_last, relative_error
 
 LAYOUTS = {"contiguous": torch.Tensor.contiguous, "channels_last": channels_last}
@@ -76,6 +77,19 @@ def test_digits_of_the_gradient_of_a_scale(mean, layout):
     F.batch_norm(x.double(), None, None, expected, training=True).backward(g.double())
     rounding = torch.finfo(torch.float32).eps * mean * g.double().abs().sum((0, 2, 3))
     assert ((found.grad.double() - expected.grad).abs() / rounding).square().mean().sqrt().item() < 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_digits_where_the_prior_is_wider_than_the_batch(layout):
+    """x̄ lies few deviations of the posterior from 0 and 300 of x's own: Σ g (x - mean) must not be Σ g x - mean Σ g."""
+    inputs = arguments((8, 48, 24, 24), 2, torch.float32)
+    x = LAYOUTS[layout](3 + 0.005 * inputs[0].detach())
+    g = LAYOUTS[layout](torch.randn_like(x))
+    rest, grads = (torch.full_like(inputs[1], 3), *inputs[2:]), []
+    for dtype, function in ((torch.float32, op), (torch.float64, reference.batch_kalman_norm)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *rest)]
+        grads.append(torch.autograd.grad(function(*leaves, 2, 1e-5)[0], leaves[4], g.to(dtype))[0])
+    assert relative_error(*grads) < 2e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -111,9 +111,9 @@ class Slabs:
                 sums.append(total.view(rows).sum(1))
                 products.append(product.view(rows).sum(1))
             else:
-                total, product = self.total(g), self.total(torch.mul(g, values, out=each))
-                sums.append(total)
-                products.append(product.addcmul_(mean.view_as(total), total, value=-1))  # Σ g x - mean Σ g
+                _ops.mse_loss_backward.grad_input(g, values, mean, EACH, grad_input=each)  # 2 g (x - mean)
+                sums.append(self.total(g))
+                products.append(self.total(each).mul_(0.5))
         return self.gather(sums), self.gather(products)
 
 

@@ -18,7 +18,7 @@ NARROWEST = 32
 """Channels. Shorter rows are not worth a loop each; there PyTorch's sum is as fast or faster."""
 SMALLEST = 2**17
 """Values. Of smaller tensors the sum finds all in a cache, and one call less counts."""
-HIGHEST = 32
+HIGHEST = 64
 """Rows added one after the other, at most: what is summed in stages rounds less."""
 LOWEST = 8
 
@@ -36,7 +36,7 @@ def heights(rows: int) -> tuple[int, ...]:
 
 
 def mean(values: Tensor) -> Tensor:
-    """(G, R, C) without gaps -> (G, C)."""
+    """(G, R, C) without gaps -> (G, C), in memory of its own."""
     stages = heights(values.shape[1])
     for height in stages:
         values = _pool(values, height, height)
