@@ -1,0 +1,84 @@
+"""The time filter of trials/forms.py against its definition, in float64, and a short training on made-up images."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trials.cells import Cell, Data
+from trials.forms import Form
+from trials.training import Run, Training, train
+
+
+def naive(x, grad, weight, bias, mu, var, a, c, lam, m, eps):
+    """y and dx of the definition, group by group."""
+    outputs, gradients = [], []
+    for group, g in zip(x.split(m), grad.split(m), strict=True):
+        over = (0, 2, 3)
+        seen_mean, seen_var = group.mean(over), group.var(over, unbiased=False)
+        mean = seen_mean + lam * (mu - seen_mean)
+        used = seen_var + lam * (var - seen_var) + lam * (1 - lam) * (mu - seen_mean) ** 2
+        rho = (used + eps).rsqrt().view(1, -1, 1, 1)
+        normalized = (group - mean.view(1, -1, 1, 1)) * rho
+        outputs.append(weight.view(1, -1, 1, 1) * normalized + bias.view(1, -1, 1, 1))
+        scaled = g * weight.view(1, -1, 1, 1)
+        own_a, own_c = scaled.mean(over), (scaled * normalized).mean(over)
+        used_a = ((1 - lam) * own_a + lam * a * weight).view(1, -1, 1, 1)
+        used_c = ((1 - lam) * own_c + lam * c * weight).view(1, -1, 1, 1)
+        gradients.append(rho * (scaled - used_a - normalized * used_c))
+    return torch.cat(outputs), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("m", [1, 2, 6])
+@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
+def test_the_time_filter_is_its_definition(m, lam):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(5)).double()
+    nn.init.normal_(model[0].weight)
+    time = Form(kind="time", m=m).apply(model, torch.randn(6, 5, 4, 4).double(), 10)
+    memory = time.cells[0]
+    for name in ("mu", "var", "a", "c"):
+        value = torch.rand(5).double() + (name == "var")
+        time.rows[name] = value
+        setattr(memory, name, value)
+    time.lam = torch.tensor(lam, dtype=torch.float64)
+    x, grad = torch.randn(6, 5, 4, 4).double().requires_grad_(), torch.randn(6, 5, 4, 4).double()
+    y = model(x)
+    dx, d_weight, d_bias = torch.autograd.grad(y, [x, model[0].weight, model[0].bias], grad)
+    state = memory.mu, memory.var, memory.a, memory.c
+    expected, expected_dx = naive(
+        x.detach(), grad, model[0].weight.detach(), model[0].bias.detach(), *state, lam, m, 1e-5
+    )
+    torch.testing.assert_close(y.detach(), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(memory.d_bias, d_bias)
+    torch.testing.assert_close(memory.d_weight, d_weight)
+
+
+FORMS = [
+    Form(kind="batch"),
+    Form(kind="kalman", m=2, closing=True),
+    Form(kind="time", m=1),
+    Form(kind="time", m=2, level="drift", backward="feedback", power=0.5),
+    Form(kind="time", m=2, level="drift", backward="depth"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_every_kind_of_form_trains(form):
+    torch.manual_seed(0)
+    labels = torch.arange(96) % 2
+    images = (torch.randint(0, 100, (96, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
+    one = torch.ones(1, 3, 1, 1)
+    data = Data(images, labels, images, labels, one / 60, -one * 1.6)
+
+    def net():
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+
+    cell = Cell("made up", (), net, 8, 1, 10)
+    training = Training(Run("made up", form), cell, data, graph=False, batch=16)
+    train([training])
+    assert math.isfinite(training.loss())
+    assert training.score()["population"] > 90

@@ -1,0 +1,264 @@
+"""The forms that are tried: what normalizes in training, and what the backward takes for the batch's share.
+
+`Form.apply` converts a BatchNorm model. Most forms are the library's own norms. The time filter is not in the library
+yet; it is built here from the library's op:
+
+    forward   the op with prior (μ, Σ), the moving moments of earlier steps, and gain q = 1 - λ
+    backward  the op's gradient, minus ρ λ γ (ā + x̂ c̄): ā and c̄ are moving averages of g and g x̂
+
+The op returns the observed moments with their gradient, so the second line is a gradient that `Inject` adds at x̄ and S.
+ā and c̄ need no pass of their own: they follow dβ / M and dγ / M.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import kalmannorm
+from kalmannorm.functional import normalize
+from kalmannorm.grouped import GroupedNorm
+from kalmannorm.moments import Moments
+
+RATIO = 4.0
+"""The predicted change of a variance is trusted up to this factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One way to normalize. Fields that do not concern the kind are left at their defaults."""
+
+    kind: Literal["batch", "ghost", "renorm", "group", "kalman", "time"]
+    m: int = 128
+    gain: float | None = None
+    """Of `kalman`: where the learned gain starts."""
+    closing: bool = False
+    """Of `kalman` and `ghost`: correct towards the running statistics from half of the training on, as Batch Renorm."""
+    alpha: float = 0.1
+    """Of `time`: momentum of the moving moments, per step."""
+    gradient_alpha: float | None = None
+    """Of `time`: momentum of ā and c̄; None is `alpha`."""
+    top: float = 1.0
+    """Of `time`: λ at the end of its ramp."""
+    ramp: tuple[float, float] = (0.05, 0.25)
+    """Of `time`: the shares of training between which λ rises from 0 to `top`."""
+    level: Literal["time", "drift"] = "time"
+    """Of `time`: "drift" moves μ and Σ by how the depth prior moved since they were averaged."""
+    backward: Literal["average", "feedback", "depth", "drift+depth", "none"] = "average"
+    """Of `time`: ā and c̄ as plain averages, by error feedback, or gradients through the depth prior instead."""
+    power: float = 0.0
+    """Of `time`: α falls with the learning rate, as its share of the first rate to this power."""
+
+    @property
+    def uses_depth(self) -> bool:
+        return self.kind == "kalman" or (
+            self.kind == "time" and (self.level == "drift" or self.backward in ("depth", "drift+depth"))
+        )
+
+    @property
+    def name(self) -> str:
+        """The kind, m, and every field that is not at its default."""
+        words = [f"{self.kind} m={self.m}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("kind", "m") and value != field.default:
+                words.append(f"{field.name}={value}")
+        return " ".join(words)
+
+    def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | None:
+        """Convert the model in place; a form of time also returns what the training loop has to call."""
+        size = {"statistics_batch_size": self.m}
+        if self.kind == "batch":
+            return None
+        if self.kind == "group":
+            kalmannorm.convert(model, example, to="group", inplace=True)
+            return None
+        if self.kind == "renorm":
+            schedule = {"warmup_steps": steps // 32, "r_steps": steps // 4, "d_steps": 5 * steps // 32}
+            kalmannorm.convert(model, example, to="renorm", inplace=True, **size, **schedule)
+            return None
+        if self.uses_depth:
+            gain = {} if self.gain is None else {"gain": self.gain}
+            kalmannorm.convert(model, example, transition="weights", inplace=True, **size, **gain)
+        else:
+            kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
+        if self.kind == "time" or self.closing:
+            return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
+        return None
+
+
+class Memory:
+    """One norm's part of the model's state: views of rows that hold all channels of all norms."""
+
+    mu: Tensor
+    var: Tensor
+    at_mean: Tensor
+    at_var: Tensor
+    a: Tensor
+    c: Tensor
+    observation: Moments
+    prior: Moments
+    power: Tensor
+    tilt: Tensor
+    d_weight: Tensor
+    d_bias: Tensor
+    values: int
+
+    def __init__(self, time: Time) -> None:
+        self.time = time
+
+
+class Tap(torch.autograd.Function):
+    """γ and β as the op gets them: its own dγ and dβ are kept, without what arrives by other ways."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor, cell: Memory) -> tuple[Tensor, Tensor]:
+        ctx.cell = cell
+        return weight.view_as(weight), bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_weight: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.cell.d_weight, ctx.cell.d_bias = d_weight.detach(), d_bias.detach()
+        return d_weight, d_bias, None
+
+
+class Inject(torch.autograd.Function):
+    """y unchanged; the backward adds these gradients at the observed moments."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, mean: Tensor, var: Tensor, at_mean: Tensor, at_var: Tensor) -> Tensor:
+        ctx.save_for_backward(at_mean, at_var)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        at_mean, at_var = ctx.saved_tensors
+        return grad, at_mean, at_var, None, None
+
+
+class Time:
+    """The state of all norms of a model, in rows, so that a step moves it in a few operations."""
+
+    def __init__(self, form: Form, norms: list[GroupedNorm]) -> None:
+        self.form, self.norms = form, norms
+        device = norms[0].running_mean.device  # type: ignore[union-attr]
+        widths = [norm.num_features for norm in norms]
+        names = {"mu": 0.0, "var": 1.0, "a": 0.0, "c": 0.0, "at_mean": 0.0, "at_var": 1.0}
+        self.rows = {name: torch.full((sum(widths),), fill, device=device) for name, fill in names.items()}
+        self.lam = torch.zeros((), device=device)
+        self.alpha = torch.ones((), device=device)
+        self.gradient_alpha = torch.ones((), device=device)
+        self.counted = torch.zeros((), device=device)
+        parts = {name: row.split(widths) for name, row in self.rows.items()}
+        self.cells = []
+        for number, norm in enumerate(norms):
+            cell = Memory(self)
+            for name in names:
+                setattr(cell, name, parts[name][number])
+            self.cells.append(cell)
+            norm.time_cell = cell  # type: ignore[assignment]
+            norm._normalize = types.MethodType(_timed if form.kind == "time" else _closing, norm)  # type: ignore[method-assign]
+            if form.kind == "time":
+                norm._track_batch = types.MethodType(_untracked, norm)  # type: ignore[method-assign]
+
+    def schedule(self, share: float) -> float:
+        """λ at this share of the training."""
+        start, end = self.form.ramp if self.form.kind == "time" else (0.5, 0.8)
+        return self.form.top * min(max((share - start) / (end - start), 0.0), 1.0)
+
+    @torch.no_grad()
+    def move(self, rate: Tensor) -> None:
+        """After the backward: the state follows what this step saw; `rate` is the share of the first learning rate."""
+        if self.form.kind != "time":
+            return
+        cells, rows = self.cells, self.rows
+        start = 1 / (self.counted + 1)
+        falling = rate.clamp(min=0.01) ** self.form.power
+        torch.maximum(self.form.alpha * falling, start, out=self.alpha)
+        torch.maximum((self.form.gradient_alpha or self.form.alpha) * falling, start, out=self.gradient_alpha)
+        self.counted += 1
+        seen = torch.cat([cell.observation.mean for cell in cells], 1)
+        mean = seen.mean(0)
+        var = torch.cat([cell.observation.var for cell in cells], 1).mean(0) + seen.var(0, unbiased=False)
+        alpha = self.alpha
+        off = mean - rows["mu"]
+        rows["var"].lerp_(var, alpha).add_(alpha * (1 - alpha) * off.square())
+        rows["mu"].add_(alpha * off)
+        counts = [cell.values for cell in cells]
+        a = torch.cat([cell.d_bias / count for cell, count in zip(cells, counts, strict=True)])
+        c = torch.cat([cell.d_weight / count for cell, count in zip(cells, counts, strict=True)])
+        if self.form.backward == "feedback":  # what was taken off is what the batch really had of it
+            power, tilt = (torch.cat([getattr(cell, name) for cell in cells]) for name in ("power", "tilt"))
+            a = a - tilt * rows["c"]
+            c = c - tilt * rows["a"] + (1 - power) * rows["c"]
+        rows["a"].lerp_(a, self.gradient_alpha)
+        rows["c"].lerp_(c, self.gradient_alpha)
+        if self.form.uses_depth:
+            missing = [cell.mu[None] for cell in cells]
+            at = [getattr(cell, "prior", None) for cell in cells]
+            means = torch.cat([m if p is None else p.mean for p, m in zip(at, missing, strict=True)], 1)[0]
+            variances = torch.cat([1 + 0 * m if p is None else p.var for p, m in zip(at, missing, strict=True)], 1)[0]
+            rows["at_mean"].lerp_(means, alpha)
+            rows["at_var"].lerp_(variances, alpha)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before inference: what the filter knows becomes the population statistics."""
+        if self.form.kind == "time":
+            for norm, cell in zip(self.norms, self.cells, strict=True):
+                norm.running_mean.copy_(cell.mu)  # type: ignore[union-attr]
+                norm.running_var.copy_(cell.var)  # type: ignore[union-attr]
+
+
+def _untracked(self: Any, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
+    """Nothing: `Time.move` does it for all norms at once."""
+
+
+def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
+    cell, form = self.time_cell, self.time_cell.time.form
+    lam = cell.time.lam
+    mean, var = cell.mu[None], cell.var[None]
+    if prior is not None:
+        prior = Moments(prior.mean.mean(0, keepdim=True), prior.var.mean(0, keepdim=True))
+        cell.prior = Moments(prior.mean.detach(), prior.var.detach())
+        if form.level == "drift":
+            mean = mean + (cell.prior.mean - cell.at_mean)
+            var = var * (cell.prior.var / cell.at_var).clamp(1 / RATIO, RATIO)
+        if form.backward in ("depth", "drift+depth"):  # the value of before, with the gradient of the prior
+            mean = mean + (prior.mean - cell.prior.mean)
+            var = var * (prior.var / cell.prior.var)
+    weight, bias = Tap.apply(self.weight, self.bias, cell)  # type: ignore[no-untyped-call]
+    y, posterior, seen = normalize(
+        x, Moments(mean, var), 1 - lam, weight, bias, statistics_batch_size=form.m, eps=self.eps
+    )
+    cell.observation = Moments(seen.mean.detach(), seen.var.detach())
+    cell.values = x.numel() // x.shape[1]
+    with torch.no_grad():
+        rho = (posterior.var + self.eps).rsqrt()
+        off = seen.mean - posterior.mean
+        if form.backward == "feedback":
+            cell.power = ((seen.var + off.square()) * rho.square()).mean(0)
+            cell.tilt = (off * rho).mean(0)
+        pull = -cell.values / len(rho) * lam * rho * self.weight
+        at_mean, at_var = pull * (cell.a + rho * off * cell.c), 0.5 * pull * rho * cell.c
+    if form.backward in ("average", "feedback"):
+        y = Inject.apply(y, seen.mean, seen.var, at_mean, at_var)  # type: ignore[no-untyped-call]
+    return y, posterior, seen
+
+
+def _closing(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
+    """r and d of Batch Renorm, from nothing to the whole of them, on top of the norm's own posterior."""
+    lam, size = self.time_cell.time.lam, self.time_cell.time.form.m
+    _, posterior, _ = normalize(x.detach(), prior, gain, None, None, statistics_batch_size=size, eps=self.eps)
+    with torch.no_grad():
+        sigma = (self.running_var + self.eps).sqrt()
+        ratio = (posterior.var + self.eps).sqrt() / sigma
+        r = ratio.clamp(1 / 3, 3) ** lam
+        d = lam * ((posterior.mean - self.running_mean) / sigma).clamp(-5, 5)
+    weight, bias = self.weight * r, self.weight * d + self.bias
+    return normalize(x, prior, gain, weight, bias, statistics_batch_size=size, eps=self.eps)

@@ -1,0 +1,34 @@
+"""The queue: rounds of runs, in the order in which they are to be run. A run that has a record is not run again."""
+
+from __future__ import annotations
+
+from trials.forms import Form
+from trials.training import Run
+
+BATCH = Form(kind="batch")
+TIME = {m: Form(kind="time", m=m) for m in (1, 2)}
+
+# Baselines, the trial's filter again, and one change of it at a time, at m = 1 where it matters most.
+FIRST = [
+    BATCH,
+    Form(kind="ghost", m=4),
+    Form(kind="kalman", m=2),
+    Form(kind="kalman", m=2, closing=True),
+    TIME[1],
+    TIME[2],
+    Form(kind="time", m=1, level="drift"),
+    Form(kind="time", m=1, backward="depth"),
+    Form(kind="time", m=1, level="drift", backward="depth"),
+    Form(kind="time", m=1, backward="feedback"),
+    Form(kind="time", m=1, backward="none"),
+    Form(kind="time", m=1, power=0.5),
+    Form(kind="time", m=1, alpha=0.05),
+    Form(kind="time", m=1, level="drift", alpha=0.05),
+    Form(kind="time", m=1, ramp=(0.0, 0.1)),
+    Form(kind="kalman", m=1, closing=True),
+]
+
+ROUNDS = {
+    "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
+    "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
+}
