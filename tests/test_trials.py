@@ -8,7 +8,7 @@ from torch import nn
 
 from trials.cells import Cell, Data
 from trials.forms import Form
-from trials.training import Run, Training, train
+from trials.training import MOMENTUM, Run, Training, train
 
 
 def naive(x, grad, weight, bias, mu, var, a, c, lam, m, eps):
@@ -65,8 +65,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_every_kind_of_form_trains(form):
+def made_up(form):
     torch.manual_seed(0)
     labels = torch.arange(96) % 2
     images = (torch.randint(0, 100, (96, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
@@ -74,11 +73,24 @@ def test_every_kind_of_form_trains(form):
     data = Data(images, labels, images, labels, one / 60, -one * 1.6)
 
     def net():
-        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+        block = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+        return nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
 
-    cell = Cell("made up", (), net, 8, 1, 10)
-    training = Training(Run("made up", form), cell, data, graph=False, batch=16)
+    return Training(Run("made up", form), Cell("made up", (), net, 8, 1, 10), data, graph=False, batch=16)
+
+
+def test_gradient_averages_follow_the_gradients_not_what_the_optimizer_made_of_them():
+    training = made_up(Form(kind="time", m=2))
+    before = [norm.bias.detach().clone() for norm in training.time.norms]
+    training.step()
+    for norm, memory, bias in zip(training.time.norms, training.time.cells, before, strict=True):
+        moved = -training.rate * (1 + MOMENTUM) * memory.a * memory.values  # the first step: a is the gradient's mean
+        torch.testing.assert_close(norm.bias.detach() - bias, moved)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_every_kind_of_form_trains(form):
+    training = made_up(form)
     train([training])
     assert math.isfinite(training.loss())
     assert training.score()["population"] > 90

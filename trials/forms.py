@@ -133,7 +133,8 @@ class Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, mean: Tensor, var: Tensor, at_mean: Tensor, at_var: Tensor) -> Tensor:
         ctx.save_for_backward(at_mean, at_var)
-        return y.view_as(y)
+        ctx.mark_dirty(y)  # no view, which an activation in place could not write on
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

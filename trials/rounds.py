@@ -28,7 +28,20 @@ FIRST = [
     Form(kind="kalman", m=1, closing=True),
 ]
 
+# Depth against time at m = 1, and the lengths and rates that the filter over time depends on.
+SECOND = [
+    Form(kind="kalman", m=1),
+    Form(kind="kalman", m=1, closing=True),
+    Form(kind="kalman", m=1, gain=0.2, closing=True),
+    Form(kind="kalman", m=2, gain=0.2, closing=True),
+    Form(kind="time", m=1, ramp=(0.5, 0.8)),
+    Form(kind="time", m=2, ramp=(0.5, 0.8)),
+    Form(kind="time", m=1, alpha=0.2),
+    Form(kind="time", m=1, alpha=0.1, gradient_alpha=0.3),
+]
+
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
+    "second": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in SECOND],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

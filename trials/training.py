@@ -101,6 +101,8 @@ class Training:
         loss = F.cross_entropy(self._forward(images), self.data.train_labels[chosen])
         parameters = [p for params, _ in self.groups for p in params]
         grads = iter(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+        if self.time is not None:  # before the optimizer, which writes over the gradients
+            self.time.move(falling)
         with torch.no_grad():
             for (params, decay), velocity in zip(self.groups, self.velocity, strict=True):
                 mine = [next(grads).contiguous(memory_format=_format(p)) for p in params]
@@ -111,8 +113,6 @@ class Training:
                 torch._foreach_add_(mine, velocity, alpha=MOMENTUM)  # Nesterov
                 torch._foreach_mul_(mine, -self.rate * falling)
                 torch._foreach_add_(params, mine)
-            if self.time is not None:
-                self.time.move(falling)
             self.losses.index_copy_(0, at, loss.detach().view(1))
             at.add_(1)
 
