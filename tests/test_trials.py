@@ -1,5 +1,6 @@
 """The time filter of trials/forms.py against its definition, in float64, and a short training on made-up images."""
 
+import copy
 import math
 
 import pytest
@@ -56,12 +57,29 @@ def test_the_time_filter_is_its_definition(m, lam):
     torch.testing.assert_close(memory.d_weight, d_weight)
 
 
+@pytest.mark.parametrize(("lam", "same"), [(0.0, Form(kind="kalman", m=2)), (1.0, Form(kind="time", m=2))])
+def test_the_mixture_is_bkn_at_the_start_and_the_time_filter_at_the_end(lam, same):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
+    x, results = torch.randn(6, 3, 5, 5).double(), []
+    for form in (Form(kind="time", m=2, level="mixture"), same):
+        model = copy.deepcopy(net)
+        time = form.apply(model, x, 10)
+        if time is not None:
+            time.lam = torch.tensor(lam, dtype=torch.float64)
+            for memory in time.cells:
+                memory.mu, memory.var = (torch.full_like(memory.mu, fill).double() for fill in (0.3, 1.7))
+        results.append([(y := model(x)).detach(), torch.autograd.grad(y.square().sum() + y.sum(), model[1].weight)[0]])
+    torch.testing.assert_close(results[0], results[1])
+
+
 FORMS = [
     Form(kind="batch"),
     Form(kind="kalman", m=2, closing=True),
     Form(kind="time", m=1),
     Form(kind="time", m=2, level="drift", backward="feedback", power=0.5),
     Form(kind="time", m=2, level="drift", backward="depth"),
+    Form(kind="time", m=1, level="mixture"),
 ]
 
 

@@ -47,8 +47,10 @@ class Form:
     """Of `time`: λ at the end of its ramp."""
     ramp: tuple[float, float] = (0.05, 0.25)
     """Of `time`: the shares of training between which λ rises from 0 to `top`."""
-    level: Literal["time", "drift"] = "time"
-    """Of `time`: "drift" moves μ and Σ by how the depth prior moved since they were averaged."""
+    level: Literal["time", "drift", "mixture"] = "time"
+    """Of `time`: "drift" moves μ and Σ by how the depth prior moved since they were averaged. "mixture" fuses three
+    sources: the depth prior by (1 - λ) p, the moving moments by λ, the observation by (1 - λ) q. So it is BKN at λ = 0
+    and the time filter at λ = 1."""
     backward: Literal["average", "feedback", "depth", "drift+depth", "none"] = "average"
     """Of `time`: ā and c̄ as plain averages, by error feedback, or gradients through the depth prior instead."""
     power: float = 0.0
@@ -57,7 +59,7 @@ class Form:
     @property
     def uses_depth(self) -> bool:
         return self.kind == "kalman" or (
-            self.kind == "time" and (self.level == "drift" or self.backward in ("depth", "drift+depth"))
+            self.kind == "time" and (self.level != "time" or self.backward in ("depth", "drift+depth"))
         )
 
     @property
@@ -223,8 +225,10 @@ def _untracked(self: Any, posterior: Moments, observation: Moments, x: Tensor, s
 def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
     cell, form = self.time_cell, self.time_cell.time.form
     lam = cell.time.lam
-    mean, var = cell.mu[None], cell.var[None]
-    if prior is not None:
+    mean, var, trust = cell.mu[None], cell.var[None], 1 - lam
+    if prior is not None and form.level == "mixture":
+        mean, var, trust = _mixture(prior, gain, Moments(mean, var), lam)
+    elif prior is not None:
         prior = Moments(prior.mean.mean(0, keepdim=True), prior.var.mean(0, keepdim=True))
         cell.prior = Moments(prior.mean.detach(), prior.var.detach())
         if form.level == "drift":
@@ -235,7 +239,7 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
             var = var * (prior.var / cell.prior.var)
     weight, bias = Tap.apply(self.weight, self.bias, cell)  # type: ignore[no-untyped-call]
     y, posterior, seen = normalize(
-        x, Moments(mean, var), 1 - lam, weight, bias, statistics_batch_size=form.m, eps=self.eps
+        x, Moments(mean, var), trust, weight, bias, statistics_batch_size=form.m, eps=self.eps
     )
     cell.observation = Moments(seen.mean.detach(), seen.var.detach())
     cell.values = x.numel() // x.shape[1]
@@ -250,6 +254,15 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
     if form.backward in ("average", "feedback"):
         y = Inject.apply(y, seen.mean, seen.var, at_mean, at_var)  # type: ignore[no-untyped-call]
     return y, posterior, seen
+
+
+def _mixture(depth: Moments, gain: Tensor, time: Moments, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The prior and the gain with which the op fuses all three sources, as mean and total variance of their mixture."""
+    trust = (1 - lam) * gain
+    share = lam / (1 - trust)  # of time, in what is not the observation
+    mean = torch.lerp(depth.mean, time.mean, share)
+    off = time.mean - depth.mean
+    return mean, torch.lerp(depth.var, time.var, share) + share * (1 - share) * off.square(), trust
 
 
 def _closing(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from trials.forms import Form
 from trials.training import Run
 
@@ -28,20 +30,24 @@ FIRST = [
     Form(kind="kalman", m=1, closing=True),
 ]
 
-# Depth against time at m = 1, and the lengths and rates that the filter over time depends on.
+# Depth and time at m = 1: how training starts decides, because at λ = 1 the filter does not depend on m.
 SECOND = [
-    Form(kind="kalman", m=1),
-    Form(kind="kalman", m=1, closing=True),
-    Form(kind="kalman", m=1, gain=0.2, closing=True),
-    Form(kind="kalman", m=2, gain=0.2, closing=True),
-    Form(kind="time", m=1, ramp=(0.5, 0.8)),
-    Form(kind="time", m=2, ramp=(0.5, 0.8)),
-    Form(kind="time", m=1, alpha=0.2),
-    Form(kind="time", m=1, alpha=0.1, gradient_alpha=0.3),
+    Run("", Form(kind="kalman", m=1, closing=True)),
+    Run("", Form(kind="time", m=1, level="mixture")),
+    Run("", Form(kind="time", m=1, level="mixture", ramp=(0.5, 0.8))),
+    Run("", Form(kind="time", m=2, level="mixture", ramp=(0.5, 0.8))),
+    Run("", Form(kind="time", m=1, ramp=(0.0, 0.02)), warmup=0.05),
+    Run("", Form(kind="time", m=1, level="mixture"), warmup=0.05),
+    Run("", Form(kind="kalman", m=2, closing=True), seed=1),
+    Run("", BATCH, seed=1),
+    Run("", Form(kind="kalman", m=1, gain=0.2, closing=True)),
+    Run("", Form(kind="kalman", m=2, gain=0.2, closing=True)),
+    Run("", Form(kind="time", m=1, alpha=0.2)),
+    Run("", Form(kind="time", m=1, alpha=0.1, gradient_alpha=0.3)),
 ]
 
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
-    "second": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in SECOND],
+    "second": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "tiny100") for run in SECOND],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

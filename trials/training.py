@@ -33,11 +33,13 @@ class Run:
     epochs: int | None = None
     """None: the cell's own."""
     rate: float | None = None
+    warmup: float = 0.0
+    """The share of training in which the learning rate rises linearly from 0 to what the schedule says."""
 
     @property
     def key(self) -> str:
         words = [self.cell, self.form.name, f"seed={self.seed}"]
-        words += [f"{name}={value}" for name in ("epochs", "rate") if (value := getattr(self, name)) is not None]
+        words += [f"{name}={value}" for name in ("epochs", "rate", "warmup") if (value := getattr(self, name))]
         return " | ".join(words)
 
 
@@ -64,7 +66,8 @@ class Training:
         moves[..., 2] %= 2
         self.moves = moves.to(device)
         shares = torch.arange(self.steps, dtype=torch.float64) / self.steps
-        self.falling = (1 - shares).float().to(device)
+        rising = (shares / run.warmup).clamp(max=1) if run.warmup else torch.ones_like(shares)
+        self.falling = (rising * (1 - shares)).float().to(device)
         lam = [0.0 if self.time is None else self.time.schedule(float(share)) for share in shares]
         self.lam = torch.tensor(lam, device=device)
         self.rate = cell.rate if run.rate is None else run.rate
