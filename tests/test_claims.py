@@ -1,0 +1,85 @@
+"""Figures that README and guides name in words are those of the records."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import claims
+import measured
+from measured import ROOT
+
+
+def text(name: str) -> str:
+    """Of a page, with every line break as a space."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def accuracy(method: str, m: int, mode: str) -> float:
+    lines = (ROOT / "docs" / "figures" / "records" / "cifar10.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if (row["method"], row["statistics_batch"]) == (method, m)]
+    return statistics.mean(row["accuracy"][mode] for row in rows)
+
+
+def test_how_close_fused_numbers_stay():
+    page = measured.DOCUMENT.read_text(encoding="utf-8")
+    assert claims.written(page) == page, "run python benchmarks/claims.py"
+    bf16 = {row["precision"]: row for row in claims.read("fused")}["bf16"]
+    for part in ("logits", "gradients"):
+        errors = [bf16["error"][part], bf16["fused_error"][part]]
+        assert 0.5 * min(errors) < bf16["difference"][part] < 2 * max(errors), "about as much as from float64"
+    rows = measured.read(measured.RECORDS / "loops-h200.csv")
+    losses = {row["method"]: f"{float(row['loss']):.3f}" for row in rows}
+    assert f"the losses were {losses['bkn']} unfused and {losses['bkn fused']} fused" in text("docs/performance.md")
+
+
+def test_population_inference_is_so_far_below_batch_norm():
+    away = accuracy("BN", 128, "population") - accuracy("BKN weights", 2, "population")
+    assert f"it is {away:.1f} points below" in text("README.md")
+    best = max(accuracy("BN", 128, mode) for mode in ("population", "batch", "example"))
+    assert accuracy("BKN weights", 2, "example") > best
+
+
+def test_shares_of_parameters_widths_and_chains():
+    added = {row["model"]: row["added_share"] for row in claims.read("parameters")}
+    told = f"adds {added['resnet50']} times the net's own parameters in a ResNet-50 and {added['densenet121']} times"
+    assert told in text("docs/conversion.md")
+    (width,) = claims.read("width")
+    assert f"on digits-net {width['off_percent']} %" in text("docs/experiments.md")
+    for row in claims.read("chains"):
+        assert re.search(rf"{row['below']} of {row['norms']} (norms )?of {row['model']}", text("docs/families.md"))
+        assert row["above"] == 0
+
+
+@pytest.mark.parametrize("net", ["resnet101", "bn-inception"])
+def test_the_speed_table_of_the_readme(net):
+    rows = measured.read(measured.RECORDS / f"steps-{net}-h200.csv")
+    ratio = {(row["way"], row["setting"]): row["ratio"] for row in rows if row["method"] == "bkn"}
+    columns = [ratio[way, setting] for setting in ("(32, 2)", "(32, 32)") for way in ("", "fused")]
+    label = {"resnet101": "ResNet-101", "bn-inception": "BN-Inception"}[net]
+    assert f"| {label} | " + " | ".join(f"{float(value):.2f}" for value in columns) + " |" in text("README.md")
+
+
+def test_an_epoch_of_cifar_takes_as_long_as_recorded():
+    lines = (ROOT / "docs" / "figures" / "records" / "cifar10.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    told = []
+    for name in ("BN", "BKN"):
+        epochs = [row["seconds"] / row["epochs"] for row in rows if row["method"].split()[0] == name]
+        told.append(f"{min(epochs):.0f} to {max(epochs):.0f} s with {name}")
+    assert f"an epoch took {' and '.join(told)}" in text("docs/experiments.md")
+
+
+def test_logits_of_deployed_models_move_as_recorded():
+    rows = measured.read(measured.RECORDS / "deploy.csv")
+    largest = max(float(row[stage]) for row in rows for stage in ("converted", "fold", "onnxruntime"))
+    assert f"Over {len(rows)} families of timm and torchvision, the logits move by at most {largest:.1e}".replace(
+        "e-0", "e-"
+    ) in text("docs/deployment.md")
