@@ -46,7 +46,8 @@ def attack(area: str, count: int, seed: int, limit: float | None = None, attacks
         (folder := Path(scratch) / "folder").mkdir()
         words = [sys.executable, __file__, "--inside", area, str(count), str(seed), folder, result, attacks]
         # A session of its own, so that what the area has started can be ended together with it.
-        process = subprocess.Popen([str(word) for word in words], cwd=ROOT, start_new_session=True)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread, as in the test suite
+        process = subprocess.Popen([str(word) for word in words], cwd=ROOT, env=environment, start_new_session=True)
         try:
             status = process.wait(limit)
             error = "" if result.exists() else f"ended with exit status {status} before it counted"
@@ -178,6 +179,7 @@ def _attacked(areas: dict[str, int], seed: int, limit: float | None) -> list[Row
     from kalmannorm.lab.origin import origin  # here, because an area's own process does without it
 
     source, rows = origin("torchvision", "triton"), []
+    del source["threads"]  # of this process, which attacks nothing
     for area, count in areas.items():
         print(f"{area}: {count:,} attacks", flush=True)
         rows.append({**attack(area, count, seed, limit), **source})
