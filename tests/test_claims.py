@@ -7,14 +7,22 @@ import re
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from kalmannorm.lab.experiments import planning
+from kalmannorm.lab.experiments.catalogue import experiment
+from kalmannorm.lab.experiments.planning import Wanted, plan
+from kalmannorm.lab.recipe import Execution
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import claims
 import measured
 from measured import ROOT
+
+EXECUTION = Execution(device="cpu")
 
 
 def text(name: str) -> str:
@@ -75,6 +83,19 @@ def test_an_epoch_of_cifar_takes_as_long_as_recorded():
         epochs = [row["seconds"] / row["epochs"] for row in rows if row["method"].split()[0] == name]
         told.append(f"{min(epochs):.0f} to {max(epochs):.0f} s with {name}")
     assert f"an epoch took {' and '.join(told)}" in text("docs/experiments.md")
+
+
+def test_experiments_have_as_many_runs_as_told(monkeypatch):
+    shown = SimpleNamespace(classes=1000, train_size=1_281_167, shape=(3, 32, 32))
+    page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) × \w+ \|$", page, re.MULTILINE)
+    assert len(told) == 9  # and speed, which trains nothing
+    digits = plan(experiment("single-256-1"), Wanted("digits"), EXECUTION)
+    assert f"`single-256-1` is {len(digits.cells)} such runs" in page
+    monkeypatch.setattr(planning, "_data", lambda *_: shown)
+    monkeypatch.setattr(planning, "matching_width", lambda *_: 2.0)  # seconds of converting nets
+    for name, runs in told:
+        assert len(plan(experiment(name), Wanted(), EXECUTION).cells) == int(runs), name
 
 
 def test_logits_of_deployed_models_move_as_recorded():
