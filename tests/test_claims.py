@@ -90,10 +90,10 @@ def test_experiments_have_as_many_runs_as_told(monkeypatch):
     page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) × \w+ \|$", page, re.MULTILINE)
     assert len(told) == 9  # and speed, which trains nothing
-    digits = plan(experiment("single-256-1"), Wanted("digits"), EXECUTION)
-    assert f"`single-256-1` is {len(digits.cells)} such runs" in page
     monkeypatch.setattr(planning, "_data", lambda *_: shown)
     monkeypatch.setattr(planning, "matching_width", lambda *_: 2.0)  # seconds of converting nets
+    digits = plan(experiment("single-256-1"), Wanted("digits"), EXECUTION)
+    assert f"`single-256-1` is {len(digits.cells)} such runs" in page
     for name, runs in told:
         assert len(plan(experiment(name), Wanted(), EXECUTION).cells) == int(runs), name
 
