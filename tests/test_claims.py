@@ -110,3 +110,15 @@ def test_logits_of_deployed_models_move_as_recorded():
     assert f"Over {len(rows)} families of timm and torchvision, the logits move by at most {largest:.1e}".replace(
         "e-0", "e-"
     ) in text("docs/deployment.md")
+
+
+def test_every_test_that_guards_a_repair_exists():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert named
+    missing = [f"{file}::{name}" for file, name in named if not holds(ROOT / "tests" / file, name)]
+    assert not missing
+
+
+def holds(path: Path, name: str) -> bool:
+    return path.exists() and f"def {name}(" in path.read_text(encoding="utf-8")
