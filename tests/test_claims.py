@@ -91,6 +91,15 @@ def test_an_epoch_of_cifar_takes_as_long_as_recorded():
     assert f"an epoch took {' and '.join(told)}" in text("docs/experiments.md")
 
 
+def test_the_demo_takes_as_long_as_its_runs():
+    """On two cores, by the records of README's table, whose first two seeds are the demo."""
+    lines = (ROOT / "docs" / "figures" / "records" / "accuracy.jsonl").read_text(encoding="utf-8").splitlines()
+    seconds = [row["seconds"] for row in map(json.loads, lines) if row["seed"] < 2]
+    told = f"about {sum(seconds) / 2 / 60:.0f} minutes on two"
+    assert all(told in text(name) for name in ("README.md", "Makefile", "docs/lab.md"))
+    assert f"its {len(seconds)} runs" in text("docs/lab.md")
+
+
 def test_experiments_have_as_many_runs_as_told(monkeypatch):
     shown = SimpleNamespace(classes=1000, train_size=1_281_167, shape=(3, 32, 32))
     page = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
