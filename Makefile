@@ -6,12 +6,13 @@ LAB := $(VENV)/.lab
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test lint unit bench deploy-check families figures clean
+.PHONY: help install demo test lint unit bench attack deploy-check families figures clean
 
 help:
-	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 90 s)"
+	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 3 minutes on two cores)"
 	@echo "make test     install, lint, type-check, test"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
+	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
 	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
 	@echo "make figures  redraw the README's picture from its records"
@@ -43,6 +44,9 @@ unit: install
 
 bench: install
 	$(BIN)/kalmannorm bench op
+
+attack: install
+	$(BIN)/python benchmarks/attack.py
 
 deploy-check: install
 	$(BIN)/python benchmarks/deploy.py --check

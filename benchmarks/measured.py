@@ -32,14 +32,19 @@ def read(path: Path) -> list[Row]:
 def written(text: str) -> str:
     """The document with every table as its record has it."""
     for path in records():
-        begin, end = f"<!-- {path.name} -->\n", f"<!-- end of {path.name} -->"
-        if begin not in text and end not in text:
-            text = f"{text.rstrip()}\n\n{begin}{end}\n"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            sys.exit(f"{DOCUMENT.name} needs the lines {begin.strip()} and {end} once each, around the table")
-        before, rest = text.split(begin)
-        text = before + begin + table(path) + end + rest.split(end)[1]
+        text = placed(text, path.name, table(path), DOCUMENT.name)
     return text
+
+
+def placed(text: str, name: str, content: str, document: str) -> str:
+    """`text` with `content` between the two lines that name a record; at the end where it has no such lines yet."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if begin not in text and end not in text:
+        text = f"{text.rstrip()}\n\n{begin}{end}\n"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"{document} needs the lines {begin.strip()} and {end} once each, around the table")
+    before, rest = text.split(begin)
+    return before + begin + content + end + rest.split(end)[1]
 
 
 def table(path: Path) -> str:
@@ -69,7 +74,7 @@ def _source(path: Path, rows: list[Row]) -> str:
     return f"{row['rounds']} rounds; {machine}, {versions}; {command} ({record})."
 
 
-def _lines(headings: list[str], body: list[list[str]], words: int) -> list[str]:
+def markdown(headings: list[str], body: list[list[str]], words: int) -> list[str]:
     """The first `words` columns are words, the others numbers."""
     rule = ["---"] * words + ["--:"] * (len(headings) - words)
     return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *body)]
@@ -97,7 +102,7 @@ def _norms(rows: list[Row]) -> list[str]:
         body.append([*cells, *(_cell(found, name, "copy_percent", 0) for name in own)])
     what = "In inference" if inference else f"Forward and backward, {first['level']}"
     title = f"{what}{', with ReLU' if first['relu'] == 'True' else ''}, {first['dtype']}, time / BatchNorm:"
-    return [title, *_lines(headings, body, 2)]
+    return [title, *markdown(headings, body, 2)]
 
 
 def _named(row: Row) -> str:
@@ -130,7 +135,7 @@ def _steps(rows: list[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    return [title, *_lines(headings, body, 2)]
+    return [title, *markdown(headings, body, 2)]
 
 
 def _nets(rows: list[Row]) -> list[str]:
@@ -150,7 +155,7 @@ def _nets(rows: list[Row]) -> list[str]:
         ]
         for row in rows
     ]
-    return [title, *_lines(headings, body, 1)]
+    return [title, *markdown(headings, body, 1)]
 
 
 def _images(row: Row) -> str:

@@ -7,6 +7,7 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
 import torch
 import torchvision
 from torch import nn
@@ -38,9 +39,19 @@ def test_the_guide_to_wiring_by_hand_runs():
     assert scope["norm2"].gain.requires_grad
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8")):
-        assert "://" in target or (README.parent / target).exists(), target
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [README, *sorted(README.parent.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert "://" in link or target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_the_cifar_table_is_what_the_records_say():

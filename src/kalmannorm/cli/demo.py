@@ -1,4 +1,4 @@
-"""`kalmannorm demo`: what small batches do to batch norm, shown on real digits in about a minute."""
+"""`kalmannorm demo`: what small batches do to batch norm, shown on real digits in a few minutes."""
 
 from __future__ import annotations
 

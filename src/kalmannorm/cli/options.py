@@ -50,7 +50,7 @@ _EXECUTION: list[tuple[str, type, str, str]] = [
     ("device", str, "--device", "auto, cpu, cuda or cuda:1."),
     ("threads", int, "--threads", THREADS),
     ("micro_batch", int, "--micro-batch", "Examples per forward, where memory is short; the numbers stay the same."),
-    ("fuse", bool, "--fuse/--no-fuse", "Norm, sum and ReLU in one pass (bn, brn, bkn, bkn-learned); same numbers."),
+    ("fuse", bool, "--fuse/--no-fuse", "Norm, sum and ReLU in one pass (bn, brn, bkn, bkn-learned); other rounding."),
     ("compile", bool, "--compile/--no-compile", "torch.compile the model."),
     ("cuda_graph", bool, "--cuda-graph/--no-cuda-graph", "Run each step as a CUDA graph: for small nets on a GPU."),
     ("workers", int, "--workers", "Processes that read an image folder."),
