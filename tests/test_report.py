@@ -19,7 +19,7 @@ from kalmannorm.cli.app import run as command
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import read_json, write_json
-from kalmannorm.lab.report import summarize, write
+from kalmannorm.lab.report import summarize, svg, write
 from kalmannorm.lab.report.charts import Map, spaced
 from kalmannorm.lab.report.collecting import collect
 from kalmannorm.lab.report.comparison import chapters, compare
@@ -27,7 +27,6 @@ from kalmannorm.lab.report.curves import curve
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences
 from kalmannorm.lab.report.spread import Spread, apart, spread
 from kalmannorm.lab.report.tables import results
-from kalmannorm.lab.report.wiring import inlined
 from kalmannorm.lab.setting import Setting
 from report_runs import EPOCHS, FINAL, METHOD_NAMES, SETTINGS, accuracies, make_comparison, make_experiment, make_run
 
@@ -316,14 +315,14 @@ def test_of_a_foreign_drawing_only_shapes_are_taken(tmp_path):
         '<foreignObject><p>c</p></foreignObject><path d="M0,0" marker-end="url(#tip)" fill="url(http://x/)"/>'
         '<a href="javascript:d()"><text>e</text></a><text id="tip">&lt;script&gt;</text></svg>'
     )
-    assert inlined(path, 0) == (
+    assert svg.inlined(svg.read(path), 0) == (
         '<svg width="10"><path d="M0,0" marker-end="url(#wiring-0-tip)"></path>'
         '<text id="wiring-0-tip">&lt;script&gt;</text></svg>'
     )
-    path.write_text('<!DOCTYPE svg [<!ENTITY x "y">]><svg>&x;</svg>')
-    assert inlined(path, 0) is None
-    path.write_text("<svg")
-    assert inlined(path, 0) is None
+    for other in ('<!DOCTYPE svg [<!ENTITY x "y">]><svg>&x;</svg>', "<svg", "<p/>", "<svg>" * 200 + "</svg>" * 200):
+        path.write_text(other)
+        with pytest.raises(LabError, match=r"is damaged|is no .*drawing"):
+            svg.read(path)
 
 
 def test_the_command_writes_the_page_and_prints_json(tmp_path, capsys):

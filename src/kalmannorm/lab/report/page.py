@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -23,8 +24,9 @@ from kalmannorm.lab.report.comparison import Chapter, Comparison
 from kalmannorm.lab.report.markup import Markup, element, joined, text
 from kalmannorm.lab.report.runlist import run_list
 from kalmannorm.lab.report.sentences import findings, on_gains, on_speed, what
+from kalmannorm.lab.report.svg import inlined
 from kalmannorm.lab.report.tables import results, settings_line
-from kalmannorm.lab.report.wiring import drawings, inlined
+from kalmannorm.lab.report.wiring import drawings
 from kalmannorm.lab.report.wording import counted, unbroken
 
 _STYLES = ("base.css", "tables.css", "charts.css")
@@ -157,13 +159,11 @@ def _figure(figure: Figure, drawn: list[Figure], folder: str | None) -> Markup:
 
 def _wiring(made: Content) -> Markup | None:
     parts: list[Markup] = []
-    for number, (title, path) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
-        drawing = inlined(path, number)
-        if drawing is not None:
-            box = element(
-                "div", drawing, class_="scroll wiring", tabindex=0, role="region", aria_label=f"Wiring of {title}"
-            )
-            parts.append(element("details", element("summary", title), box, open=not parts))
+    for number, (title, drawing) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
+        label = f"Wiring of {title}"
+        shown = inlined(drawing, number)
+        box = element("div", shown, class_="scroll wiring", tabindex=0, role="region", aria_label=label)
+        parts.append(element("details", element("summary", title), box, open=not parts))
     if not parts:
         return None
     lead = "What feeds every norm, and so predicts its statistics. An arrow goes from a norm to the next ones after it."
@@ -178,9 +178,12 @@ def _heading(title: str, made: Content) -> Markup:
     runs = [run for chapter, _ in made.chapters for run in chapter.runs]
     states = [(state, sum(run.state == state for run in runs)) for state in ("diverged", "unfinished", "repeated")]
     count = ", ".join([counted(len(runs), "run"), *(f"{number} {state}" for state, number in states if number)])
+    kinds = Counter(broken.kind for broken in made.damaged)
+    damage = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     when = datetime.now(timezone.utc).strftime("%d %B %Y, %H:%M UTC")
-    line = f"{count} · kalmannorm {kalmannorm.__version__} · {when}"
-    return joined(element("h1", title), element("p", line, class_="muted"), _overview(made))
+    rest = f" · kalmannorm {kalmannorm.__version__} · {when}"
+    why = joined(", ", element("a", damage, href="#every-run")) if damage else None
+    return joined(element("h1", title), element("p", count, why, rest, class_="muted"), _overview(made))
 
 
 def _overview(made: Content) -> Markup | None:

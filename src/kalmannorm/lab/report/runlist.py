@@ -15,7 +15,10 @@ _MANY = 12
 
 def run_list(runs: Sequence[Found], damaged: Sequence[Damaged]) -> Markup:
     """What went wrong first; many that finished are folded away."""
-    troubles = [element("p", element("strong", d.place), ": ", d.message, class_="trouble") for d in damaged]
+    troubles = [
+        element("p", d.kind.capitalize(), " ", element("strong", d.place), f": {d.message}", class_="trouble")
+        for d in damaged
+    ]
     odd = [run for run in runs if run.state != "finished"]
     rest = [run for run in runs if run.state == "finished"]
     listed = _list(rest)
