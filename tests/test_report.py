@@ -25,7 +25,7 @@ from kalmannorm.lab.report.collecting import collect
 from kalmannorm.lab.report.comparison import chapters, compare
 from kalmannorm.lab.report.curves import curve
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences
-from kalmannorm.lab.report.spread import Spread, apart, spread
+from kalmannorm.lab.report.spread import Spread, spread
 from kalmannorm.lab.report.tables import results
 from kalmannorm.lab.setting import Setting
 from report_runs import EPOCHS, FINAL, METHOD_NAMES, SETTINGS, accuracies, make_comparison, make_experiment, make_run
@@ -60,14 +60,6 @@ def test_spread_is_of_the_sample_and_one_seed_has_none():
     assert spread(values) == Spread(statistics.fmean(values[:3]), statistics.stdev(values[:3]), 3)
     assert spread([97.0]) == Spread(97.0, None, 1)
     assert spread([None]) is None
-
-
-def test_apart_is_more_than_twice_the_standard_error():
-    one = Spread(98.0, 0.3, 3)
-    error = (0.3**2 / 3 + 0.4**2 / 4) ** 0.5
-    assert apart(one, Spread(98.0 - 2.01 * error, 0.4, 4)) is True
-    assert apart(one, Spread(98.0 - 1.99 * error, 0.4, 4)) is False
-    assert apart(one, Spread(50.0, None, 1)) is None
 
 
 def test_cells_average_the_seeds_that_finished(whole):
@@ -174,7 +166,7 @@ def test_a_difference_within_the_spread_is_called_that(tmp_path):
         for m in (64, 1):
             add(tmp_path, recipe("bn", m, seed), 97.0 + seed)
             add(tmp_path, recipe("bkn", m, seed), 97.2 + seed)
-    assert "does not differ by more than the spread" in sentences(compared(tmp_path))[0]
+    assert "does not differ beyond chance: 3 seeds leave ± 2.3 points" in sentences(compared(tmp_path))[0]
 
 
 def test_one_seed_says_that_the_spread_is_unknown(tmp_path):

@@ -169,6 +169,7 @@ RESULT = record(
         "peak_memory": _COUNT,
         "gains": _GAINS,
         "diverged": flag,
+        "test_images": number(1, 1e15, whole=True),
     }
 )
 CIRCUMSTANCES = record({"origin": each(scalar), "execution": each(scalar)})

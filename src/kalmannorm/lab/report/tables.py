@@ -9,9 +9,10 @@ from kalmannorm.lab.records import Record
 from kalmannorm.lab.report import palette
 from kalmannorm.lab.report.columns import is_papers, spread_of, texts
 from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.difference import difference
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.naming import grouped
-from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.spread import Spread
 from kalmannorm.lab.report.wording import MISSING, listed, number, option, unbroken
 from kalmannorm.lab.setting import Setting
 
@@ -96,7 +97,12 @@ def _cell(
     diverged = comparison.diverged(variant, column[0])
     comparable = best is not None and any(value is rival for rival in rivals)
     # The spread of a failure is no merit.
-    level = best is not None and comparable and apart(value, best) is False and not diverged
+    level = (
+        best is not None
+        and comparable
+        and not diverged
+        and difference(value, best, comparison.images).beyond_chance is False
+    )
     classes = ["best"] if value is best else ["level"] if level else []
     fall = sum(top - value.mean >= limit for limit in _SHORTFALLS)
     classes += [f"fall-{fall}"] if fall else []
@@ -117,14 +123,17 @@ def _cell(
 
 def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     counts = sorted({value.n for value in values})
+    images = "" if comparison.images is None else f"{number(comparison.images)} test images"
     parts = [
         "Test accuracy in %, mean ± standard deviation over "
         + (f"{counts[0]} seeds." if len(counts) == 1 and counts[0] > 1 else "seeds; hover tells how many."),
-        "Bold: best of its column, and all that differ from it by no more than twice the standard error.",
+        "Bold: best of its column, and all whose difference from it is no more than chance explains, at 95 % for each "
+        "pair: the spread of the seeds (Welch's t-test)" + (f" or the error of {images}." if images else "."),
         "Tint: 2, 5, 10 or 20 points below the best of the table.",
     ]
     if counts == [1]:
-        parts[:2] = ["Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column."]
+        level = f", and all that differ from it by no more than the error of {images}, at 95 %" if images else ""
+        parts[:2] = [f"Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column{level}."]
     single = list(dict.fromkeys(v.name for v in comparison.variants if not grouped(v.method)))
     if single and len(comparison.settings) > 1:
         verb = "has" if len(single) == 1 else "have"

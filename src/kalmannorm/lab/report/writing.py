@@ -114,6 +114,7 @@ def _comparison(comparison: Comparison) -> Record:
     return {
         "model": comparison.model,
         "dataset": comparison.dataset,
+        "test_images": comparison.images,
         "what": what(comparison),
         "sentences": told,
         "cells": cells,
