@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 from scipy.stats import t, ttest_ind_from_stats
 
+from kalmannorm.lab.methods import METHODS
+from kalmannorm.lab.origin import hardware
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import read_json
+from kalmannorm.lab.report import write
 from kalmannorm.lab.report.collecting import collect
-from kalmannorm.lab.report.comparison import compare
+from kalmannorm.lab.report.comparison import chapters, compare
 from kalmannorm.lab.report.difference import difference
+from kalmannorm.lab.report.glossary import glossary
 from kalmannorm.lab.report.sentences import findings
 from kalmannorm.lab.report.spread import Spread
 from kalmannorm.lab.report.tables import results
 from report_runs import make_run
+
+MODES = ("population", "batch", "example")
 
 
 def test_seeds_are_compared_by_welchs_t():
@@ -106,6 +112,21 @@ def test_methods_that_tie_share_the_bold(tmp_path):
     assert len(re.findall('class="(?:best|level)', results(comparison))) == 6
 
 
+def test_a_cell_that_too_few_seeds_leave_open_is_neither_bold_nor_beaten(tmp_path):
+    for seed in range(2):
+        add(tmp_path, "bn", 1, seed, population=80.0 + 6 * seed, batch=98.0, example=80.0)
+        add(tmp_path, "bkn", 1, seed, population=98.0, batch=98.0, example=98.0)
+    (comparison,) = compare(collect([tmp_path]).runs)
+    cells = {mode: re.search(rf'<td[^>]*title="BN \(64, 1\), {mode}.*?</td>', results(comparison))[0] for mode in MODES}
+    assert told(tmp_path)[0] == (
+        "At (64, 1) in population mode BN reaches 83.0 ± 4.2 %, BKN at 98.0 ± 0.0, but that may be chance: "
+        "2 seeds leave ± 38.1 points."
+    )
+    assert "?</sup>" in cells["population"] and "leave ±" in cells["population"] and "level" not in cells["population"]
+    assert "?</sup>" not in cells["batch"] and ("best" in cells["batch"] or "level" in cells["batch"])
+    assert "?</sup>" not in cells["example"] and "level" not in cells["example"]
+
+
 def test_the_headline_is_fixed_before_the_numbers_and_the_largest_gap_says_of_how_many(tmp_path):
     for seed in range(3):
         for m in (64, 1):
@@ -127,7 +148,8 @@ def test_the_page_says_what_it_calls_a_difference(tmp_path):
         add(tmp_path, "bkn", 1, seed)
     (comparison,) = compare(collect([tmp_path]).runs)
     page = results(comparison)
-    assert "(Welch&#x27;s t-test) or the error of 896 test images." in page
+    assert "all within the error of 896 test images, at 95 % for each pair." in page
+    assert "the seeds are too few to tell (Welch&#x27;s t-test at 95 %)" in page
 
 
 @pytest.mark.parametrize(
@@ -145,3 +167,23 @@ def test_how_many_images_were_tested(tmp_path, recipe, result, images):
     (home / "result.json").write_text(json.dumps(read_json(home / "result.json") | result))
     (comparison,) = compare(collect([tmp_path]).runs)
     assert comparison.images == images
+
+
+def test_settings_ways_of_inference_and_methods_are_explained_on_the_page(tmp_path):
+    for method in ("bn", "gn", "bkn"):
+        add(tmp_path, method, 2, 0)
+    words = glossary(chapters(collect([tmp_path])))
+    meanings = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", words))
+    assert list(meanings) == ["(64, 2)", "(64, –)", *MODES, "BN", "GN", "BKN"]
+    assert "64 images, in groups of 2 that share their statistics" in meanings["(64, 2)"]
+    assert all(meaning.endswith(".") for meaning in meanings.values())
+    assert words in write([tmp_path], tmp_path / "page.html").read_text()
+    assert all(method.words for method in METHODS.values())
+
+
+def test_hardware_is_told_in_words(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    assert re.fullmatch(r"64-bit ARM, \d+ CPU cores(, \d+ × .*)?", hardware())
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert "CPU cores, AVX2" in hardware()

@@ -39,8 +39,14 @@ def command() -> str:
     return shlex.join([*words, *sys.argv[1:]])
 
 
+_MACHINES = {"aarch64": "64-bit ARM", "arm64": "64-bit ARM", "x86_64": "64-bit x86", "AMD64": "64-bit x86"}
+
+
 def hardware() -> str:
-    parts = [platform.machine(), f"{os.cpu_count()} CPU cores", torch.backends.cpu.get_cpu_capability()]
+    """In words: the kind of CPU, its cores, the vector instructions that torch uses, and the GPUs."""
+    machine, capability = platform.machine(), torch.backends.cpu.get_cpu_capability()
+    parts = [_MACHINES.get(machine, machine), f"{os.cpu_count()} CPU cores"]
+    parts += [capability] if capability != "DEFAULT" else []  # which says only that torch knows of none
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         parts += [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]

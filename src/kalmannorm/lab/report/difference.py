@@ -50,6 +50,11 @@ class Difference:
         return None if self.seeds is None else True
 
     @property
+    def level(self) -> bool:
+        """Whether nothing sets the two apart. False also where only the seeds are too few to tell."""
+        return self.beyond_chance is False and (self.images is None or self.size <= self.images)
+
+    @property
     def reason(self) -> str:
         """Which margin is too wide, and how wide: "2 seeds leave ± 12.3 points"."""
         one, other, images = self.counts

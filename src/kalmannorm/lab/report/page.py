@@ -21,6 +21,7 @@ from kalmannorm.lab.report import costs, curves, experiments, gains, gaps, palet
 from kalmannorm.lab.report.charts import Figure
 from kalmannorm.lab.report.collecting import Damaged
 from kalmannorm.lab.report.comparison import Chapter, Comparison
+from kalmannorm.lab.report.glossary import glossary
 from kalmannorm.lab.report.markup import Markup, element, joined, text
 from kalmannorm.lab.report.runlist import run_list
 from kalmannorm.lab.report.sentences import findings, on_gains, on_speed, what
@@ -134,6 +135,11 @@ def page(made: Content, figures: str | None) -> str:
         else:
             links.append((chapter.title, f"chapter-{i + 1}"))
             sections.append(element("section", element("h2", chapter.title), *parts, id=links[-1][1], class_="chapter"))
+    words = glossary([chapter for chapter, _ in made.chapters])
+    if words is not None:  # after the first results, or before many
+        place = 1 if single else 0
+        sections.insert(place, element("section", element("h2", "Words"), words, id="words"))
+        links.insert(place, ("Words", "words"))
     for title, body in (("Wiring", _wiring(made)), ("Every run", _runs(made))):
         if body is not None:
             anchor = title.lower().replace(" ", "-")
@@ -145,9 +151,15 @@ def page(made: Content, figures: str | None) -> str:
 
 def _figure(figure: Figure, drawn: list[Figure], folder: str | None) -> Markup:
     drawn.append(figure)
-    image = next(iter(figure.images))
-    names = {"PNG": f"{image}.png", "SVG": f"{image}.svg", "CSV": f"{figure.slug}.csv"}
-    links = [element("a", kind, href=f"{quote(folder)}/{name}") for kind, name in names.items()] if folder else []
+    links: list[Markup] = []
+    if folder is not None:
+        # The script keeps the images' links at the chart that is shown.
+        image, place = figure.files[figure.start], quote(folder)
+        links = [
+            element("a", kind.upper(), href=f"{place}/{image}.{kind}", data_kind=kind, data_folder=place)
+            for kind in ("png", "svg")
+        ]
+        links.append(element("a", "CSV", href=f"{place}/{figure.slug}.csv"))
     return element(
         "figure",
         element("div", element("h4", figure.title), element("div", *links, class_="files"), class_="head"),

@@ -154,8 +154,11 @@ def _story(gap: _Gap, among: int = 1) -> str:
         start += f" from {accuracy(one.before)}"
     found = difference(one.now, other.now, one.images, among)
     if found.beyond_chance is False and not one.diverged:
+        name, value = other.variant.name, accuracy(other.now)
+        if not found.level:
+            return f"{start}, {name} at {value}, but that may be chance: {found.reason}."
         why = f": {found.reason}" if found.size else ""
-        return f"{start}; {other.variant.name}, at {accuracy(other.now)}, does not differ beyond chance{why}."
+        return f"{start}; {name}, at {value}, does not differ beyond chance{why}."
     verb = other.verb
     if verb == one.verb and not other.diverged:
         verb = verb.partition(" ")[2]  # "falls to 86.3, BKN to 91.0"
