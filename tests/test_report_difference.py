@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import t, ttest_ind_from_stats
 
 from kalmannorm.lab.methods import METHODS
-from kalmannorm.lab.origin import hardware
+from kalmannorm.lab.origin import hardware, in_words
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import read_json
 from kalmannorm.lab.report import write
@@ -187,3 +187,4 @@ def test_hardware_is_told_in_words(monkeypatch):
     assert re.fullmatch(r"64-bit ARM, \d+ CPU cores(, \d+ × .*)?", hardware())
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     assert "CPU cores, AVX2" in hardware()
+    assert in_words("x86_64, 16 CPU cores, DEFAULT, 1 × NVIDIA H200") == "64-bit x86, 16 CPU cores, 1 × NVIDIA H200"

@@ -330,6 +330,14 @@ def test_a_phone_scrolls_tables_not_the_page(opened, name):
         assert page.locator(".scroll").first.evaluate("box => box.scrollWidth > box.clientWidth")
 
 
+def test_names_of_norms_fit_their_boxes(opened):
+    page = opened()
+    for norm in page.locator(".wiring").first.locator("g").all():
+        ((left, right, _, _),) = boxes(norm, "rect")
+        ((start, end, _, _),) = boxes(norm, "text")
+        assert left <= start and end <= right
+
+
 def test_a_plot_follows_the_width_of_the_window(opened):
     page = opened()
     plot = page.locator("figure .canvas svg").first

@@ -97,7 +97,7 @@ def collect(folders: Sequence[Path]) -> Collected:
                 else:
                     experiments[home] = _experiment(home, wrong)
             except LabError as error:
-                damaged[name] = Damaged(place, plain_text(str(error)), left_out=True)
+                damaged[name] = Damaged(place, _within(path.parent, error), left_out=True)
             else:
                 if wrong:
                     damaged[name] = Damaged(place, "; ".join(wrong), left_out=False)
@@ -110,6 +110,11 @@ def collect(folders: Sequence[Path]) -> Collected:
 def _place(path: Path, given: Path) -> str:
     """The given folder's own name, then the way down from it."""
     return plain_text(str(Path(given.resolve().name) / path.relative_to(given)))
+
+
+def _within(folder: Path, error: LabError) -> str:
+    """The message, with files named from the folder that is told anyway: a page may be read on other machines."""
+    return plain_text(str(error).replace(f"{folder}/", ""))
 
 
 def _found(folder: Path, place: str, wrong: list[str]) -> Found:
@@ -152,7 +157,7 @@ def _analyses(run: Run, wrong: list[str]) -> dict[str, Record]:
         try:
             record, said = run.analysis_in_part(name)
         except LabError as error:
-            wrong.append(plain_text(str(error)))
+            wrong.append(_within(run.folder, error))
             continue
         _tell(wrong, f"analysis/{name}.json", said)
         if record is not None:
@@ -165,7 +170,7 @@ def _drawing(folder: Path, wrong: list[str]) -> Element | None:
     try:
         return svg.read(path) if path.is_file() else None
     except LabError as error:
-        wrong.append(plain_text(str(error)))
+        wrong.append(_within(folder, error))
         return None
 
 

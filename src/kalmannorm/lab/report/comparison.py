@@ -69,12 +69,11 @@ class Comparison:
     @cached_property
     def images(self) -> int | None:
         """How many test images an accuracy is of: as the results say, else as the data set is known; or None."""
-        told = {run.result.get("test_images") for run in self.counting} - {None}
-        if told:
-            return min(told)
-        recipe = self.runs[0].run.recipe
-        source = SOURCES.get(recipe.dataset)
-        sizes = [recipe.test_examples, source.test_size if source is not None else None]
+        sizes: list[int | None] = [run.result.get("test_images") for run in self.counting]
+        if not any(sizes):
+            recipe = self.runs[0].run.recipe
+            source = SOURCES.get(recipe.dataset)
+            sizes = [recipe.test_examples, source.test_size if source is not None else None]
         return min((size for size in sizes if size is not None), default=None)
 
     @cached_property

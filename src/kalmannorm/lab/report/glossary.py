@@ -35,4 +35,4 @@ def glossary(chapters: Sequence[Chapter]) -> Markup | None:
     words |= {mode: _MODES[mode] for mode in INFERENCE_MODES if mode in modes}
     words |= {METHODS[method].title: METHODS[method].words for method in methods}
     pairs = [element("div", element("dt", word), element("dd", meaning)) for word, meaning in words.items()]
-    return element("dl", *pairs, class_="words")
+    return element("dl", *pairs, class_="glossary")
