@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -27,6 +28,9 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "demo": write([make_comparison(folder / "demo")], folder / "demo.html"),
         "experiment": write([make_experiment(folder / "experiment")], folder / "experiment.html"),
     }
+    with pytest.MonkeyPatch.context() as patch:  # files to link to, without the time to draw them
+        patch.setattr("kalmannorm.lab.report.plotting.images", lambda chart, title: {"png": b"", "svg": b""})
+        made["linked"] = write([folder / "demo"], folder / "linked.html", figures=folder / "linked-figures")
     for epochs in (1, 4, 12):  # more rows than colours
         for method in METHOD_NAMES:
             one = Recipe(method=method, statistics_batch=1, epochs=epochs)
@@ -89,6 +93,17 @@ def tooltip(page) -> dict[str, str]:
     return {row.locator(".label").inner_text(): row.locator(".value").inner_text() for row in rows.all()}
 
 
+def boxes(node, shapes: str) -> list[list[float]]:
+    """Left, right, top and bottom of every such shape in a node, in the window; in one go, which is quicker."""
+    return node.evaluate(
+        """(node, shapes) => [...node.querySelectorAll(shapes)].map((shape) => {
+            const box = shape.getBoundingClientRect();
+            return [box.left, box.right, box.top, box.bottom];
+        })""",
+        shapes,
+    )
+
+
 def point_at(page, plot, x: float, y: float = 0.5) -> None:
     """The mouse, at these shares of a plot's width and height."""
     plot.scroll_into_view_if_needed()
@@ -102,13 +117,9 @@ def test_every_figure_is_drawn(opened, name):
     figures = page.locator("figure").all()
     assert len(figures) >= 7
     for one in figures:
-        drawn = one.locator("polyline.line, circle.spot, rect.fill, canvas.cells").all()
+        drawn = boxes(one, "polyline.line[points*=' '], circle.spot, rect.fill, canvas.cells")
         assert drawn, one.locator("h4").inner_text()
-        for shape in drawn[:40]:
-            box = shape.bounding_box()
-            assert box["width"] + box["height"] > 1
-    for plot in page.locator("svg.inside").all():  # what the axes leave out is cut
-        assert plot.evaluate("node => getComputedStyle(node).overflow") == "hidden"
+        assert all(right - left + bottom - top > 1 for left, right, top, bottom in drawn)
     # A map is not one flat colour.
     colours = (
         figure(page, "ariance")
@@ -132,6 +143,61 @@ def test_a_hover_shows_mean_and_spread_of_the_seeds(opened):
     assert len(values) == 5 and values == sorted(values, reverse=True)
     page.mouse.move(2, 2)
     assert tooltip(page) == {}
+
+
+def test_the_dots_of_a_hover_lie_on_the_markers(opened):
+    page = opened()
+    plot = figure(page, "Accuracy against setting").locator(".canvas").first
+    point_at(page, plot, 0.97)
+    dots, markers = (
+        [((left + right) / 2, (top + bottom) / 2) for left, right, top, bottom in boxes(plot, shapes)]
+        for shapes in (".dot", ".point")
+    )
+    assert len(dots) == 5
+    for x, y in dots:
+        assert min(math.hypot(x - a, y - b) for a, b in markers) < 1.5
+
+
+def test_axes_hold_all_of_every_curve_and_whisker(opened):
+    """BN at (64, 1) has the lowest mean, the longest whisker, and the worst first epochs."""
+    page = opened()
+    for title, shapes in (("Accuracy against setting", ".whisker"), ("along training", ".band, .line")):
+        plots = figure(page, title).first.locator(".canvas").all()
+        for plot in plots:
+            (_, _, _, axis), *_ = boxes(plot, "line.axis")
+            ((_, _, highest, _),) = boxes(plot, "svg[aria-hidden]")
+            drawn = boxes(plot, f":is({shapes})")
+            assert drawn and all(highest <= top and bottom <= axis + 0.5 for _, _, top, bottom in drawn)
+
+
+def test_a_close_up_leaves_out_the_first_epochs_and_cuts_them(opened):
+    page = opened()
+    training = figure(page, "along training").first
+    training.get_by_role("button", name="example").click()  # where nothing ends at chance level
+    ticks = training.locator(".panel").first.locator("text.tick[text-anchor=end]")
+    whole = [float(words) for words in ticks.all_text_contents()]
+    assert training.locator("svg.inside").count() == 0
+    training.get_by_role("button", name="close-up").click()
+    assert min(float(words) for words in ticks.all_text_contents()) > min(whole)
+    for plot in training.locator("svg.inside").all():
+        assert plot.evaluate("node => getComputedStyle(node).overflow") == "hidden"
+    assert training.locator("svg.inside").count() == len(SETTINGS)
+
+
+def test_links_to_images_follow_the_choices(opened, pages):
+    page = opened("linked")
+    gap = figure(page, "moving average")
+
+    def files() -> list[str]:
+        return [link.get_attribute("href") for link in gap.locator(".files a:visible").all()]
+
+    assert files()[0].endswith("/variance-gap-64-1-features-8.png")  # as the page opens
+    gap.get_by_role("button", name="(64, 2)").click()
+    assert [name.rpartition("-")[2] for name in files()] == ["8.png", "8.svg", "gap.csv"] and "64-2" in files()[0]
+    for name in files():
+        assert (pages["linked"].parent / name).is_file()
+    gap.get_by_label("Layer").select_option("features.4")  # which has no image
+    assert [name.rpartition(".")[2] for name in files()] == ["csv"]
 
 
 def test_a_hover_over_a_map_reads_that_cell_in_every_map(opened, pages):
@@ -233,11 +299,9 @@ def test_names_of_bars_are_whole_and_inside(opened, width):
     page = opened("many", width=width)
     for one in page.locator("figure", has=page.locator("rect.fill")).all():
         box = one.bounding_box()
-        names = one.locator("text.tick").all()
-        assert "BKN learned, q₀ by default, 12 epochs" in [name.text_content() for name in names]
-        for name in names:
-            text = name.bounding_box()
-            assert text["x"] >= box["x"] and text["x"] + text["width"] <= box["x"] + box["width"]
+        assert "BKN learned, q₀ by default, 12 epochs" in one.locator("text.tick").all_text_contents()
+        for left, right, _, _ in boxes(one, "text.tick"):
+            assert left >= box["x"] and right <= box["x"] + box["width"]
     if width == 1300:
         table = page.locator(".scroll").first
         assert table.evaluate("box => box.scrollWidth <= box.clientWidth")
@@ -264,6 +328,14 @@ def test_a_phone_scrolls_tables_not_the_page(opened, name):
         assert table.bounding_box()["width"] <= 375
     if name == "demo":
         assert page.locator(".scroll").first.evaluate("box => box.scrollWidth > box.clientWidth")
+
+
+def test_names_of_norms_fit_their_boxes(opened):
+    page = opened()
+    for norm in page.locator(".wiring").first.locator("g").all():
+        ((left, right, _, _),) = boxes(norm, "rect")
+        ((start, end, _, _),) = boxes(norm, "text")
+        assert left <= start and end <= right
 
 
 def test_a_plot_follows_the_width_of_the_window(opened):

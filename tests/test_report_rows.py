@@ -92,7 +92,10 @@ def test_only_what_was_trained_alike_is_compared(tmp_path):
             add(tmp_path, "bkn", m, seed, 98.0 + seed, epochs=30)
     said = sentences(compared(tmp_path))
     assert said[0] == "With 6 epochs, at (64, 1) in population mode BN holds 90.5 ± 0.7 %, BKN 80.5 ± 0.7."
-    assert "With 6 epochs, the best at (64, 1) is BN in population mode" in said[1]
+    assert (
+        "With 6 epochs, the best of 6 means at (64, 1), 90.5 %, is reached by BN in population, batch and example mode"
+        in said[1]
+    )
     assert not any("98.5" in sentence for sentence in said)
 
 
@@ -107,7 +110,7 @@ def test_a_run_at_chance_level_is_told_first_and_compared_with_nothing(tmp_path)
     assert said[0] == (
         "5 of 12 runs end at chance level (10 %) in every way of inference: BN (64, 1); GN (64, –), 2 of 3 seeds."
     )
-    assert "The best at (64, 1) is BKN" in said[1] and "next is BRN" in said[1] and len(said) == 2
+    assert "is reached by BKN in" in said[1] and "next is BRN" in said[1] and len(said) == 2
 
 
 def test_where_all_are_at_chance_level_nothing_is_the_best(tmp_path):

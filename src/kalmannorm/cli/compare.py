@@ -101,6 +101,7 @@ def run_and_show(
 
 
 def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool) -> None:
+    from kalmannorm.lab.live import say
     from kalmannorm.lab.report import write
     from kalmannorm.lab.report.collecting import collect
     from kalmannorm.lab.report.comparison import chapters
@@ -118,7 +119,7 @@ def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool
             typer.echo(f"\n{warning}")
         typer.echo(f"\nTest accuracy in % by way of inference, {epochs}, mean ± standard deviation of the runs\n")
         typer.echo(table(rows))
-    report = str(write([folder], folder / "report.html", figures=folder / "figures")) if runs else None
+    report = str(write([folder], folder / "report.html", figures=folder / "figures", tell=say)) if runs else None
     if as_json:
         said = {"warnings": warned, "sentences": told}
         typer.echo(json.dumps({"folder": str(folder), "rows": rows, **said, "failed": failures, "report": report}))

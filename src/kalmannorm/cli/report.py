@@ -27,16 +27,14 @@ def report(
 
     It opens from disk in any browser and needs no network. Unfinished runs are listed, not averaged.
     """
-    from kalmannorm.lab.report import summarize, write
     from kalmannorm.lab.report.collecting import collect
+    from kalmannorm.lab.report.writing import summarize_collected, write_collected
 
     folder = (figures or out.with_name(f"{out.stem}-figures")) if draw else None
-    write(runs, out, figures=folder)
+    collected = collect(runs)
+    write_collected(collected, out, figures=folder, tell=lambda line: typer.echo(f"kalmannorm: {line}", err=True))
     if as_json:
-        typer.echo(
-            json.dumps({"page": str(out), "figures": str(folder) if folder else None, **summarize(runs)}, indent=1)
-        )
+        made = {"page": str(out), "figures": str(folder) if folder else None}
+        typer.echo(json.dumps({**made, **summarize_collected(collected)}, indent=1))
         return
-    for broken in collect(runs).damaged:
-        typer.echo(f"kalmannorm: left out {broken.place}: {broken.message}", err=True)
     typer.echo(f"Wrote {out}" + (f", and its figures as files into {folder}" if folder else ""))

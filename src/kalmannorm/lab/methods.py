@@ -18,6 +18,8 @@ class Method:
     """`to` and `options` are those of `kalmannorm.convert`; `modes` the ways of inference it has."""
 
     title: str
+    words: str
+    """What it is, in one sentence for people."""
     to: str
     options: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = INFERENCE_MODES
@@ -30,13 +32,35 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "bn": Method("BN", "ghost"),
-    "brn": Method("BRN", "renorm", modes=("population", "batch")),
-    "gn": Method("GN", "group", modes=("population",), groups=False),
-    "ln": Method("LN", "layer", modes=("population",), groups=False),
-    "in": Method("IN", "instance", modes=("population",), groups=False),
-    "bkn": Method("BKN", "kalman", {"transition": "weights"}),
-    "bkn-learned": Method("BKN learned", "kalman", {"transition": "learned", "gain": 0.9}),
+    "bn": Method("BN", "Batch norm: each group is normalized by its own statistics.", "ghost"),
+    "brn": Method(
+        "BRN",
+        "Batch Renorm: batch norm, corrected towards its moving averages.",
+        "renorm",
+        modes=("population", "batch"),
+    ),
+    "gn": Method(
+        "GN", "Group norm: each image by itself, in groups of channels.", "group", modes=("population",), groups=False
+    ),
+    "ln": Method(
+        "LN", "Layer norm: each image by itself, all channels together.", "layer", modes=("population",), groups=False
+    ),
+    "in": Method(
+        "IN", "Instance norm: each channel of each image by itself.", "instance", modes=("population",), groups=False
+    ),
+    "bkn": Method(
+        "BKN",
+        "Batch Kalman norm: statistics are predicted from the layer before, through the weights between, and corrected "
+        "by the group's own.",
+        "kalman",
+        {"transition": "weights"},
+    ),
+    "bkn-learned": Method(
+        "BKN learned",
+        "The paper's Batch Kalman norm: how one layer predicts the next is learned.",
+        "kalman",
+        {"transition": "learned", "gain": 0.9},
+    ),
 }
 
 

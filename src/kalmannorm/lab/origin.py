@@ -39,12 +39,21 @@ def command() -> str:
     return shlex.join([*words, *sys.argv[1:]])
 
 
+_MACHINES = {"aarch64": "64-bit ARM", "arm64": "64-bit ARM", "x86_64": "64-bit x86", "AMD64": "64-bit x86"}
+
+
 def hardware() -> str:
+    """The kind of CPU, its cores, the vector instructions that torch uses, and the GPUs."""
     parts = [platform.machine(), f"{os.cpu_count()} CPU cores", torch.backends.cpu.get_cpu_capability()]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         parts += [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    return ", ".join(parts)
+    return in_words(", ".join(parts))
+
+
+def in_words(told: str) -> str:
+    """The same for people, of older records too; "DEFAULT" says only that torch knows of no vector instructions."""
+    return ", ".join(_MACHINES.get(part, part) for part in told.split(", ") if part != "DEFAULT")
 
 
 def version(package: str) -> str:

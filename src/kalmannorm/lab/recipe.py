@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -112,8 +113,8 @@ class Recipe:
         if unknown:
             raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
         for field in dataclasses.fields(cls):
-            if field.name in values and type(values[field.name]) not in _KINDS.get(str(field.type), (str,)):
-                raise LabError(f"this recipe is damaged: {field.name} cannot be {values[field.name]!r}")
+            if field.name in values and not _possible(str(field.type), values[field.name]):
+                raise LabError(f"this recipe is damaged: {field.name} cannot be {reprlib.repr(values[field.name])}")
         return cls(**values)
 
 
@@ -125,6 +126,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
 }
 """What a field's annotation allows; of all others, a word."""
+
+
+def _possible(annotation: str, value: Any) -> bool:
+    if type(value) not in _KINDS.get(annotation, (str,)):
+        return False
+    return not isinstance(value, (int, float)) or abs(value) < 2**64  # NaN and infinity are not
 
 
 @dataclass(frozen=True, kw_only=True)

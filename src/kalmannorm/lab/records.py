@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from kalmannorm.lab import shapes
 from kalmannorm.lab.errors import FullDiskError, LabError
 from kalmannorm.lab.recipe import Recipe
 
@@ -107,16 +108,22 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def read_json(path: Path) -> Record:
+def read_json(path: Path, remedy: str = "delete its folder and run it again") -> Record:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LabError(f"there is no {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise LabError(f"{path} is damaged ({error}): delete its folder and run it again") from None
+    except RecursionError:
+        raise _damaged(path, "nested too deeply", remedy) from None
+    except (OSError, ValueError) as error:  # no UTF-8, no JSON, or a number of thousands of digits
+        raise _damaged(path, str(error), remedy) from None
     if not isinstance(record, dict):
-        raise LabError(f"{path} is damaged (no JSON object): delete its folder and run it again")
+        raise _damaged(path, "no JSON object", remedy)
     return record
+
+
+def _damaged(path: Path, problem: str, remedy: str) -> LabError:
+    return LabError(f"{path} is damaged ({problem}): {remedy}")
 
 
 class Log:
@@ -172,7 +179,7 @@ class Run:
         if not isinstance(record.get("recipe"), dict) or not isinstance(record.get("execution", {}), dict):
             raise LabError(f"{folder / 'recipe.json'} is damaged (no recipe): delete its folder and run it again")
         try:
-            recipe = Recipe.from_json(record["recipe"])
+            recipe = Recipe.from_json(record["recipe"]).checked()
         except LabError as error:
             raise LabError(f"{folder / 'recipe.json'}: {error}") from None
         return cls(folder, recipe, record)
@@ -184,33 +191,64 @@ class Run:
     @property
     def result(self) -> Record | None:
         """What it came to; None while it runs."""
-        if not self.finished:
-            return None
-        result = read_json(self.folder / "result.json")
-        if not isinstance(result.get("accuracy"), dict):
-            raise LabError(f"{self.folder / 'result.json'} is damaged (no accuracy): delete it, and resume the run")
+        result, wrong = self.result_in_part()
+        if wrong:
+            raise _damaged(self.folder / "result.json", wrong[0], _NO_RESULT)
         return result
+
+    def result_in_part(self) -> tuple[Record | None, list[str]]:
+        """The parts of the result that can be read, and what is wrong with the others."""
+        if not self.finished:
+            return None, []
+        path, wrong = self.folder / "result.json", list[str]()
+        result = read_json(path, _NO_RESULT)
+        if not isinstance(result.get("accuracy"), dict):
+            raise _damaged(path, "no accuracy", _NO_RESULT)
+        if not isinstance(result.get("diverged", False), bool):
+            raise _damaged(path, "diverged is neither true nor false", _NO_RESULT)
+        return {"diverged": False} | shapes.RESULT(result, "", wrong), wrong
 
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
+        found, wrong = self.events_in_part()
+        if wrong:
+            raise _damaged(self.folder / "log.jsonl", wrong[0], "delete its folder and run it again")
+        return [event for event in found if kind is None or event["event"] == kind]
+
+    def events_in_part(self) -> tuple[list[Record], list[str]]:
+        """The events that can be read, and what is wrong with the other lines."""
         path = self.folder / "log.jsonl"
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-        found = []
+        try:
+            lines = path.read_bytes().splitlines() if path.is_file() else []
+        except OSError as error:
+            return [], [error.strerror or str(error)]
+        found: list[Record] = []
+        wrong: list[str] = []
         for number, line in enumerate(lines):
+            place = f"line {number + 1}"
             try:
                 event = json.loads(line)
-                name = event["event"]
-            except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError):
-                if number == len(lines) - 1:
-                    break
-                raise LabError(f"{path} is damaged at line {number + 1}: delete its folder and run it again") from None
-            if kind is None or name == kind:
-                found.append(event)
-        return found
+                shape = shapes.EVENTS[event["event"]]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                if number < len(lines) - 1:
+                    wrong.append(f"{place} is no event")
+                continue
+            if (fitted := shape(event, place, wrong)) is not None:
+                found.append({"event": event["event"], **fitted})
+        return found, wrong
 
     def analysis(self, name: str) -> Record | None:
         path = self.folder / "analysis" / f"{name}.json"
-        return read_json(path) if path.is_file() else None
+        return read_json(path, _NO_ANALYSIS) if path.is_file() else None
+
+    def analysis_in_part(self, name: str) -> tuple[Record | None, list[str]]:
+        """The layers of an analysis that can be read, and what is wrong with the others."""
+        record, wrong = self.analysis(name), list[str]()
+        return None if record is None else shapes.ANALYSES[name](record, "", wrong), wrong
+
+
+_NO_RESULT = "delete it, and resume the run"
+_NO_ANALYSIS = "delete it, and analyse the run again"
 
 
 def _no_run(folder: Path) -> str:

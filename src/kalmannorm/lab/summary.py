@@ -57,18 +57,21 @@ def summarize(runs: Sequence[Run]) -> list[Record]:
                 "setting_title": row.setting,
                 "runs": [runs[place].folder.name for place in row.members],
                 "finished": len(own),
-                "diverged": sum(bool(result["diverged"]) for result in own),
+                "diverged": sum(bool(result.get("diverged")) for result in own),
                 "accuracy": _by_mode(own, "accuracy"),
                 "loss": _by_mode(own, "loss"),
-                **{name: _json(spread(result[name] for result in own)) for name in ("images_per_second", "seconds")},
+                **{
+                    name: _json(spread(result.get(name) for result in own)) for name in ("images_per_second", "seconds")
+                },
             }
         )
     return found
 
 
 def _by_mode(results: Sequence[Record], name: str) -> Record:
-    modes = [mode for mode in INFERENCE_MODES if any(mode in result[name] for result in results)]
-    return {mode: _json(spread(result[name].get(mode) for result in results)) for mode in modes}
+    found = [result.get(name) or {} for result in results]
+    modes = [mode for mode in INFERENCE_MODES if any(mode in values for values in found)]
+    return {mode: _json(spread(values.get(mode) for values in found)) for mode in modes}
 
 
 def _json(found: Spread | None) -> Record | None:

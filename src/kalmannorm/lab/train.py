@@ -263,6 +263,7 @@ class Training:
         result: Record = {
             "accuracy": {mode: found["accuracy"] for mode, found in scores.items()},
             "loss": {mode: found["loss"] for mode, found in scores.items()},
+            "test_images": self.data.test_size,
             "steps": self.done,
             "epochs": self._position()["epoch"],
             "seconds": round(self.stopwatch.seconds, 3),

@@ -20,6 +20,7 @@ from kalmannorm.lab.experiments.planning import Plan, Wanted, default_folder, pl
 from kalmannorm.lab.experiments.results import Results, of_cells, read_results
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
 from kalmannorm.lab.experiments.widths import TOLERANCE
+from kalmannorm.lab.live import say
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Record, write_json
@@ -78,7 +79,7 @@ def reproduce(
             raise failure
         record = _record(chosen, results, _tables(chosen, results))
     write_json(folder / "experiment.json", record)
-    written = report.write([folder], folder / "report.html", figures=folder / "figures") if page else None
+    written = report.write([folder], folder / "report.html", figures=folder / "figures", tell=say) if page else None
     return Reproduced(record, folder, written, failure)
 
 

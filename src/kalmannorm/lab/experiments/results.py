@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.lab.experiments.planning import Cell, Plan
-from kalmannorm.lab.records import Record, Run, read_json
+from kalmannorm.lab.records import Record, Run
 from kalmannorm.lab.report.spread import spread
 from kalmannorm.lab.report.trained import Ended, at_chance
 
@@ -73,7 +73,9 @@ def read_results(plan: Plan, folder: Path) -> dict[str, Finished]:
         home = folder / cell.folder
         if (home / "result.json").is_file():
             run = Run.read(home)
-            found[cell.folder] = Finished(run, read_json(home / "result.json"), run.events("evaluate"))
+            result = run.result
+            assert result is not None
+            found[cell.folder] = Finished(run, result, run.events("evaluate"))
     return found
 
 

@@ -28,7 +28,7 @@ def rounded(value: float | None) -> float | int | None:
 
 def _word(name: str) -> str:
     """What a file name can hold of it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()[:60]).strip("-")
 
 
 def _short(values: Sequence[float | None]) -> list[float | int | None]:
@@ -76,19 +76,28 @@ class Curves:
     ticks: list[str] = field(default_factory=list)
     """Names of the places 0, 1, 2, … on the x axis, where it counts things."""
     log: bool = False
-    top: float | None = None
-    """The y axis ends here at the latest."""
+    bounds: tuple[float, float] | None = None
+    """What y cannot leave: axes, whiskers and bands end there."""
     aside: bool = False
     """Points with whiskers, those of several series beside one another; else lines with bands."""
     settle: float = 0.0
-    """This share of the x axis, at its beginning, does not widen the y axis: early epochs would flatten the rest."""
+    """A close-up leaves out this share of the x axis, at its beginning: early epochs flatten the rest."""
     kind = "curves"
 
     def to_json(self) -> Row:
         made: Row = {"kind": self.kind, "x": self.x, "y": self.y, "panels": [panel.to_json() for panel in self.panels]}
         if self.ticks:
             made["ticks"] = self.ticks
-        return made | {"log": self.log, "top": self.top, "aside": self.aside, "settle": self.settle}
+        return made | {"log": self.log, "bounds": self.bounds, "aside": self.aside, "settle": self.settle}
+
+    def reach(self, y: float, std: float | None) -> tuple[float, float]:
+        """Where a whisker or a band ends; a logarithmic axis cannot show what is below 0."""
+        low, high = y - (std or 0.0), y + (std or 0.0)
+        if self.log:
+            low = max(low, y / 10)
+        if self.bounds is not None:
+            low, high = max(low, min(y, self.bounds[0])), min(high, max(y, self.bounds[1]))
+        return low, high
 
     def rows(self) -> Iterator[Row]:
         for panel in self.panels:
@@ -250,8 +259,17 @@ class Figure:
         few = [pair for pair in self.charts if all(pair[0][i] == shown[i] for i in many)]
         return {"-".join([self.slug, *filter(None, map(_word, values))]): (values, chart) for values, chart in few}
 
+    @property
+    def files(self) -> list[str | None]:
+        """The image file of every chart, without its ending; None where it has none."""
+        names = {values: name for name, (values, _) in self.images.items()}
+        return [names.get(values) for values, _ in self.charts]
+
     def to_json(self) -> Row:
-        charts = [{"for": list(values), **chart.to_json()} for values, chart in self.charts]
+        charts = [
+            {"for": list(values), "file": file, **chart.to_json()}
+            for (values, chart), file in zip(self.charts, self.files, strict=True)
+        ]
         return {"title": self.title, "choices": list(self.choices), "start": self.start, "charts": charts}
 
     def rows(self) -> Iterator[Row]:

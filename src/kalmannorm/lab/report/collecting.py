@@ -1,4 +1,7 @@
-"""What lies in the given folders: runs in whatever state, and experiments. One damaged file does not stop a report."""
+"""What lies in the given folders: runs in whatever state, and experiments.
+
+A damaged file stops no report: what can be read is shown, and `Collected.damaged` says what cannot.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+from xml.etree.ElementTree import Element
 
+from kalmannorm.lab import shapes
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Record, Run, read_json
+from kalmannorm.lab.report import svg
 from kalmannorm.lab.report.naming import essence
+from kalmannorm.lab.shapes import plain_text
 
 State = Literal["finished", "diverged", "unfinished", "repeated"]
 
@@ -27,6 +34,8 @@ class Found:
     events: list[Record]
     analyses: dict[str, Record]
     """By the name of what was analysed."""
+    drawing: Element | None
+    """What feeds every norm; see `svg`."""
 
     @property
     def counts(self) -> bool:
@@ -48,8 +57,18 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Damaged:
+    """A run or an experiment that could not be read, or not all of it."""
+
     place: str
     message: str
+    left_out: bool
+
+    @property
+    def kind(self) -> str:
+        return "left out" if self.left_out else "read in part"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -63,46 +82,104 @@ def collect(folders: Sequence[Path]) -> Collected:
     """Everything in these folders, at any depth, each once, in the order of their names."""
     runs: dict[Path, Found] = {}
     experiments: dict[Path, Experiment] = {}
-    damaged: list[Damaged] = []
+    damaged: dict[Path, Damaged] = {}
     for folder in folders:
         if not folder.is_dir():
             raise LabError(f"there is no folder {folder}")
         for path in sorted([*folder.rglob("recipe.json"), *folder.rglob("experiment.json")]):
-            home, place = path.parent.resolve(), _place(path.parent, folder)
-            if home in runs or (path.name == "experiment.json" and home in experiments):
+            name, home, place = path.resolve(), path.parent.resolve(), _place(path.parent, folder)
+            if name in damaged or home in (runs if path.name == "recipe.json" else experiments):
                 continue
+            wrong: list[str] = []
             try:
                 if path.name == "recipe.json":
-                    runs[home] = _found(path.parent, place)
-                    _read_analyses(runs[home])
+                    runs[home] = _found(path.parent, place, wrong)
                 else:
-                    experiments[home] = Experiment(home, read_json(path))
+                    experiments[home] = _experiment(home, wrong)
             except LabError as error:
-                damaged.append(Damaged(place, str(error)))
+                damaged[name] = Damaged(place, _within(path.parent, error), left_out=True)
+            else:
+                if wrong:
+                    damaged[name] = Damaged(place, "; ".join(wrong), left_out=False)
     if not runs and not experiments and not damaged:
         named = ", ".join(str(folder) for folder in folders)
         raise LabError(f"there are no runs in {named}: make some with kalmannorm demo, train or compare")
-    return Collected(list(runs.values()), list(experiments.values()), list(dict.fromkeys(damaged)))
+    return Collected(list(runs.values()), list(experiments.values()), list(damaged.values()))
 
 
 def _place(path: Path, given: Path) -> str:
     """The given folder's own name, then the way down from it."""
-    return str(Path(given.resolve().name) / path.relative_to(given))
+    return plain_text(str(Path(given.resolve().name) / path.relative_to(given)))
 
 
-def _found(folder: Path, place: str) -> Found:
+def _within(folder: Path, error: LabError) -> str:
+    """The message, with files named from the folder that is told anyway: a page may be read on other machines."""
+    return plain_text(str(error).replace(f"{folder}/", ""))
+
+
+def _found(folder: Path, place: str, wrong: list[str]) -> Found:
+    """The run, without the parts that cannot be read, which are added to `wrong`.
+
+    Raises where it cannot be shown at all: without a recipe nobody knows what it is, and without its result it would
+    look unfinished.
+    """
     run = Run.read(folder)
-    result = run.result
+    said: list[str] = []
+    record = shapes.CIRCUMSTANCES(run.record, "", said)
+    _tell(wrong, "recipe.json", said)
+    recipe = replace(run.recipe, model=plain_text(run.recipe.model), dataset=plain_text(run.recipe.dataset))
+    result, said = run.result_in_part()
+    _tell(wrong, "result.json", said)
+    events, said = run.events_in_part()
+    _tell(wrong, "log.jsonl", said)
     state: State = "unfinished" if result is None else "diverged" if result.get("diverged") else "finished"
-    return Found(run, place, state, result or {}, run.events(), {})
+    return Found(
+        replace(run, recipe=recipe, record=record),
+        place,
+        state,
+        result or {},
+        events,
+        _analyses(run, wrong),
+        _drawing(folder, wrong),
+    )
 
 
-def _read_analyses(found: Found) -> None:
-    """Apart from the rest: a damaged analysis costs a run its pictures, not its place in the tables."""
-    for name in ("layers", "variance-gap"):
-        record = found.run.analysis(name)
+def _tell(wrong: list[str], file: str, said: Sequence[str]) -> None:
+    """One line per file: its first complaint, and how many more there are."""
+    if said:
+        more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+        wrong.append(f"{file}: {said[0]}{more}")
+
+
+def _analyses(run: Run, wrong: list[str]) -> dict[str, Record]:
+    found = {}
+    for name in shapes.ANALYSES:
+        try:
+            record, said = run.analysis_in_part(name)
+        except LabError as error:
+            wrong.append(_within(run.folder, error))
+            continue
+        _tell(wrong, f"analysis/{name}.json", said)
         if record is not None:
-            found.analyses[name] = record
+            found[name] = record
+    return found
+
+
+def _drawing(folder: Path, wrong: list[str]) -> Element | None:
+    path = folder / "wiring.svg"
+    try:
+        return svg.read(path) if path.is_file() else None
+    except LabError as error:
+        wrong.append(_within(folder, error))
+        return None
+
+
+def _experiment(home: Path, wrong: list[str]) -> Experiment:
+    record = read_json(home / "experiment.json", "delete it, and run the experiment again")
+    said: list[str] = []
+    fitted = shapes.EXPERIMENT(record, "", said)
+    _tell(wrong, "experiment.json", said)
+    return Experiment(home, fitted)
 
 
 def without_twins(runs: Sequence[Found]) -> list[Found]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.grouped import INFERENCE_MODES
+from kalmannorm.lab.data.catalogue import SOURCES
 from kalmannorm.lab.methods import METHODS
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.report import naming, palette
@@ -64,6 +65,16 @@ class Comparison:
     def modes(self) -> list[str]:
         found = {mode for runs in self.cells.values() for run in runs for mode in run.result.get("accuracy") or {}}
         return [mode for mode in INFERENCE_MODES if mode in found]
+
+    @cached_property
+    def images(self) -> int | None:
+        """How many test images an accuracy is of: as the results say, else as the data set is known; or None."""
+        sizes: list[int | None] = [run.result.get("test_images") for run in self.counting]
+        if not any(sizes):
+            recipe = self.runs[0].run.recipe
+            source = SOURCES.get(recipe.dataset)
+            sizes = [recipe.test_examples, source.test_size if source is not None else None]
+        return min((size for size in sizes if size is not None), default=None)
 
     @cached_property
     def counting(self) -> list[Found]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kalmannorm.lab.origin import in_words
 from kalmannorm.lab.report.charts import Bar, BarGroup, Bars, Figure
 from kalmannorm.lab.report.comparison import Comparison
 from kalmannorm.lab.report.spread import Spread
@@ -12,7 +13,7 @@ from kalmannorm.lab.report.wording import number, size
 
 def hardware(comparison: Comparison) -> list[str]:
     """Of the runs that count, each once."""
-    named = (str((run.run.record.get("origin") or {}).get("hardware", "")) for run in comparison.counting)
+    named = (in_words(str((run.run.record.get("origin") or {}).get("hardware") or "")) for run in comparison.counting)
     return [name for name in dict.fromkeys(named) if name]
 
 

@@ -12,8 +12,7 @@ from kalmannorm.lab.report.spread import Spread, spread
 from kalmannorm.lab.report.wording import accuracy
 
 _MOST_POINTS = 100
-_TOP = 100.3
-"""A little above 100 %, so that a line there is not cut."""
+_PERCENT = (0.0, 100.0)
 TRAINING = "training"
 
 
@@ -36,7 +35,7 @@ def against_setting(comparison: Comparison, slug: str) -> Figure | None:
                 lines.append(_series(variant.label, variant.colour, found))
         panels.append(Lines(f"{mode} inference", lines))
     names = [str(setting) for setting in comparison.settings]
-    chart = Curves(panels, "setting", "test accuracy, %", names, top=_TOP, aside=True)
+    chart = Curves(panels, "setting", "test accuracy, %", names, bounds=_PERCENT, aside=True)
     caption = (
         "Final test accuracy: mean and standard deviation over seeds. A setting is (gradient batch, statistics batch)."
     )
@@ -93,8 +92,8 @@ def along_training(comparison: Comparison, slug: str) -> Figure | None:
 def chart_of(panels: list[Lines], measured: str, quantity: str) -> Curves:
     of = "training" if measured == TRAINING else "test"
     label = f"{of} {quantity}" + (", %" if quantity == "accuracy" else "")
-    top = _TOP if quantity == "accuracy" else None
-    return Curves(panels, "epoch", label, log=quantity == "loss", top=top, settle=0.15)
+    bounds = _PERCENT if quantity == "accuracy" else None
+    return Curves(panels, "epoch", label, log=quantity == "loss", bounds=bounds, settle=0.15)
 
 
 def curve(label: str, colour: int, runs: Sequence[Found], measured: str, quantity: str) -> Series | None:

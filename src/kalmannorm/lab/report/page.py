@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,11 +21,13 @@ from kalmannorm.lab.report import costs, curves, experiments, gains, gaps, palet
 from kalmannorm.lab.report.charts import Figure
 from kalmannorm.lab.report.collecting import Damaged
 from kalmannorm.lab.report.comparison import Chapter, Comparison
+from kalmannorm.lab.report.glossary import glossary
 from kalmannorm.lab.report.markup import Markup, element, joined, text
 from kalmannorm.lab.report.runlist import run_list
 from kalmannorm.lab.report.sentences import findings, on_gains, on_speed, what
+from kalmannorm.lab.report.svg import inlined
 from kalmannorm.lab.report.tables import results, settings_line
-from kalmannorm.lab.report.wiring import drawings, inlined
+from kalmannorm.lab.report.wiring import drawings
 from kalmannorm.lab.report.wording import counted, unbroken
 
 _STYLES = ("base.css", "tables.css", "charts.css")
@@ -132,6 +135,11 @@ def page(made: Content, figures: str | None) -> str:
         else:
             links.append((chapter.title, f"chapter-{i + 1}"))
             sections.append(element("section", element("h2", chapter.title), *parts, id=links[-1][1], class_="chapter"))
+    words = glossary([chapter for chapter, _ in made.chapters])
+    if words is not None:  # after the first results, or before many
+        place = 1 if single else 0
+        sections.insert(place, element("section", element("h2", "Words"), words, id="words"))
+        links.insert(place, ("Words", "words"))
     for title, body in (("Wiring", _wiring(made)), ("Every run", _runs(made))):
         if body is not None:
             anchor = title.lower().replace(" ", "-")
@@ -143,9 +151,15 @@ def page(made: Content, figures: str | None) -> str:
 
 def _figure(figure: Figure, drawn: list[Figure], folder: str | None) -> Markup:
     drawn.append(figure)
-    image = next(iter(figure.images))
-    names = {"PNG": f"{image}.png", "SVG": f"{image}.svg", "CSV": f"{figure.slug}.csv"}
-    links = [element("a", kind, href=f"{quote(folder)}/{name}") for kind, name in names.items()] if folder else []
+    links: list[Markup] = []
+    if folder is not None:
+        # The script keeps the images' links at the chart that is shown.
+        image, place = figure.files[figure.start], quote(folder)
+        links = [
+            element("a", kind.upper(), href=f"{place}/{image}.{kind}", data_kind=kind, data_folder=place)
+            for kind in ("png", "svg")
+        ]
+        links.append(element("a", "CSV", href=f"{place}/{figure.slug}.csv"))
     return element(
         "figure",
         element("div", element("h4", figure.title), element("div", *links, class_="files"), class_="head"),
@@ -157,13 +171,11 @@ def _figure(figure: Figure, drawn: list[Figure], folder: str | None) -> Markup:
 
 def _wiring(made: Content) -> Markup | None:
     parts: list[Markup] = []
-    for number, (title, path) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
-        drawing = inlined(path, number)
-        if drawing is not None:
-            box = element(
-                "div", drawing, class_="scroll wiring", tabindex=0, role="region", aria_label=f"Wiring of {title}"
-            )
-            parts.append(element("details", element("summary", title), box, open=not parts))
+    for number, (title, drawing) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
+        label = f"Wiring of {title}"
+        shown = inlined(drawing, number)
+        box = element("div", shown, class_="scroll wiring", tabindex=0, role="region", aria_label=label)
+        parts.append(element("details", element("summary", title), box, open=not parts))
     if not parts:
         return None
     lead = "What feeds every norm, and so predicts its statistics. An arrow goes from a norm to the next ones after it."
@@ -178,9 +190,12 @@ def _heading(title: str, made: Content) -> Markup:
     runs = [run for chapter, _ in made.chapters for run in chapter.runs]
     states = [(state, sum(run.state == state for run in runs)) for state in ("diverged", "unfinished", "repeated")]
     count = ", ".join([counted(len(runs), "run"), *(f"{number} {state}" for state, number in states if number)])
+    kinds = Counter(broken.kind for broken in made.damaged)
+    damage = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     when = datetime.now(timezone.utc).strftime("%d %B %Y, %H:%M UTC")
-    line = f"{count} · kalmannorm {kalmannorm.__version__} · {when}"
-    return joined(element("h1", title), element("p", line, class_="muted"), _overview(made))
+    rest = f" · kalmannorm {kalmannorm.__version__} · {when}"
+    why = joined(", ", element("a", damage, href="#every-run")) if damage else None
+    return joined(element("h1", title), element("p", count, why, rest, class_="muted"), _overview(made))
 
 
 def _overview(made: Content) -> Markup | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,10 @@ _STYLE: dict[str, Any] = {
 _MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
 _MOST_LABELS = 14
 _LETTER = 0.075
+_EDGE = 0.05
+"""Room around what is drawn, as a share of its height."""
+_LONGEST = 48
+"""Letters of a layer's name; of longer ones the end is shown, which tells layers apart."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,15 @@ class _Room:
         if isinstance(chart, Heatmap):
             rows = max((panel.rows for panel in chart.panels), key=len)
             height = min(2.0, max(0.7, 0.16 * len(rows)))
-            return cls(2.2, height, 0.5 + _LETTER * max(map(len, rows)), 0.55)
+            return cls(2.2, height, 0.5 + _LETTER * min(max(map(len, rows)), _LONGEST), 0.55)
         names = chart.ticks if isinstance(chart, Curves) and _long(chart.ticks) else [""]
-        return cls(2.7, 2.1, 0.75, 0.5 + _LETTER * max(len(name) for name in names))
+        return cls(2.7, 2.1, 0.75, 0.5 + _LETTER * min(max(map(len, names)), _LONGEST))
 
 
 def images(chart: Chart, title: str) -> dict[str, bytes]:
     """As PNG and SVG."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a letter that the font does not have
         canvas, axes = _laid(chart)
         if isinstance(chart, Curves):
             _curves(canvas, axes, chart)
@@ -107,6 +112,11 @@ def _plain(words: str) -> str:
     return words.replace("$", r"\$")
 
 
+def _layer(name: str) -> str:
+    """As much as has room beside an axis."""
+    return _plain(name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}")
+
+
 def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
     handles = {}
     for ax, panel in zip(axes, chart.panels, strict=False):
@@ -119,19 +129,21 @@ def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
             y = [float("nan") if value is None else value for value in series.y]
             (line,) = ax.plot(series.x, y, color=colour, linestyle=style, linewidth=1.5, marker=marker, markersize=4)
             line.set_markerfacecolor(inside)
+            line.set_clip_on(False)  # the axes hold all of it, but for half a marker at their edge
             handles[_plain(series.label)] = line
-            if chart.aside:
-                ax.errorbar(series.x, y, yerr=[s or 0 for s in series.std], fmt="none", ecolor=colour, elinewidth=1)
-            elif series.std:
-                low = [m - (s or 0) for m, s in zip(y, series.std, strict=True)]
-                high = [m + (s or 0) for m, s in zip(y, series.std, strict=True)]
-                ax.fill_between(series.x, low, high, color=colour, alpha=0.15, linewidth=0)
+            if series.std:
+                reach = [chart.reach(m, s) for m, s in zip(y, series.std, strict=True)]
+                low, high = [low for low, _ in reach], [high for _, high in reach]
+                if chart.aside:
+                    ax.vlines(series.x, low, high, color=colour, linewidth=1)
+                else:
+                    ax.fill_between(series.x, low, high, color=colour, alpha=0.15, linewidth=0)
         ax.set(title=_plain(panel.title), xlabel=chart.x)
         if chart.log:
             ax.set_yscale("log")
         if chart.ticks:
             every = -(-len(chart.ticks) // _MOST_LABELS)
-            names = [_plain(name) for name in chart.ticks[::every]]
+            names = [_layer(name) for name in chart.ticks[::every]]
             ax.set_xticks(range(0, len(chart.ticks), every), names, rotation=90 if _long(names) else 0)
             ax.set_xlim(-0.35, len(chart.ticks) - 0.65)
         else:
@@ -148,22 +160,20 @@ def x_end(chart: Curves) -> float:
 
 
 def y_range(chart: Curves) -> tuple[float, float]:
-    """What is drawn, without the first epochs where they would flatten the rest; the page does the same."""
+    """All that is drawn, whiskers and bands too; the page does the same."""
     known: list[float] = []
     for panel in chart.panels:
         for series in panel.series:
-            start = series.x[0] + chart.settle * (series.x[-1] - series.x[0])
-            for i, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
-                if y is not None and x >= start:
-                    std = 0.0 if chart.aside else (series.std[i] if series.std else None) or 0.0
-                    known += [y - std, y + std]
+            for i, y in enumerate(series.y):
+                if y is not None:
+                    known += chart.reach(y, series.std[i] if series.std else None)
     known = [value for value in known if value > 0] if chart.log else known
     low, high = (min(known), max(known)) if known else (0.1, 1.0)
     if chart.log:
-        factor = max((high / low) ** 0.04, 1.02)
+        factor = max((high / low) ** _EDGE, 1.02)
         return low / factor, high * factor
-    edge = (0.12 if chart.aside else 0.04) * (high - low) or 0.5
-    return low - edge, min(high + edge, chart.top or math.inf)
+    edge = _EDGE * (high - low) or 0.5
+    return low - edge, high + edge
 
 
 def _heatmap(canvas: Canvas, axes: list[Axes], chart: Heatmap) -> None:
@@ -178,7 +188,7 @@ def _heatmap(canvas: Canvas, axes: list[Axes], chart: Heatmap) -> None:
         places = range(0, len(panel.columns), max(1, len(panel.columns) // 5))
         ax.set_xticks(list(places), [f"{panel.columns[i]:g}" for i in places])
         places = range(0, len(panel.rows), -(-len(panel.rows) // _MOST_LABELS))
-        ax.set_yticks(list(places), [_plain(panel.rows[i]) for i in places])
+        ax.set_yticks(list(places), [_layer(panel.rows[i]) for i in places])
     if shown is not None:
         width = canvas.get_figwidth()
         place = axes[0].get_position()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kalmannorm.lab.origin import in_words
 from kalmannorm.lab.report.collecting import Damaged, Found
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.wording import duration, number, size
@@ -15,7 +16,10 @@ _MANY = 12
 
 def run_list(runs: Sequence[Found], damaged: Sequence[Damaged]) -> Markup:
     """What went wrong first; many that finished are folded away."""
-    troubles = [element("p", element("strong", d.place), ": ", d.message, class_="trouble") for d in damaged]
+    troubles = [
+        element("p", d.kind.capitalize(), " ", element("strong", d.place), f": {d.message}", class_="trouble")
+        for d in damaged
+    ]
     odd = [run for run in runs if run.state != "finished"]
     rest = [run for run in runs if run.state == "finished"]
     listed = _list(rest)
@@ -81,7 +85,8 @@ def _numbers(found: Found) -> dict[str, Any]:
 
 
 def _ordered(origin: dict[str, Any]) -> dict[str, Any]:
-    return {key: origin[key] for key in (*_FIRST, *(key for key in origin if key not in _FIRST)) if key in origin}
+    told = origin | ({"hardware": in_words(str(origin["hardware"]))} if origin.get("hardware") else {})
+    return {key: told[key] for key in (*_FIRST, *(key for key in told if key not in _FIRST)) if key in told}
 
 
 def _facts(values: dict[str, Any]) -> Markup | None:

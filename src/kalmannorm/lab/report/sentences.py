@@ -5,15 +5,17 @@ Like is compared with like: rows that were trained on the same terms, and runs t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kalmannorm.lab.report.comparison import Comparison, Variant, is_filter
 from kalmannorm.lab.report.costs import hardware
+from kalmannorm.lab.report.difference import difference
 from kalmannorm.lab.report.gains import final
 from kalmannorm.lab.report.naming import run_name
-from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.spread import Spread
 from kalmannorm.lab.report.trained import caveats, too_short
 from kalmannorm.lab.report.wording import accuracy, counted, listed, number
 from kalmannorm.lab.setting import Setting
@@ -66,6 +68,7 @@ class _Change:
     now: Spread
     before: Spread | None
     diverged: int
+    images: int | None
 
     @property
     def verb(self) -> str:
@@ -76,48 +79,66 @@ class _Change:
         change = self.now.mean - self.before.mean
         if abs(change) < _POINT:
             return "holds"
-        if apart(self.now, self.before) is False:
+        if difference(self.now, self.before, self.images).beyond_chance is False:
             return "is at"
         return "falls to" if change < 0 else "rises to"
 
 
+@dataclass(frozen=True)
+class _Gap:
+    """Batch norm beside a filter."""
+
+    mode: str
+    one: _Change
+    other: _Change
+
+    @property
+    def size(self) -> float:
+        return abs(self.one.now.mean - self.other.now.mean)
+
+
 def _falls(comparison: Comparison) -> list[str]:
-    """Batch norm beside the best filter where they differ most: at each smaller statistics batch the largest
-    difference, and always the smallest one in population mode."""
+    """Batch norm beside a filter. First a comparison that is fixed before any number is known: population mode at the
+    smallest statistics batch, with the first filter. Then, at each smaller statistics batch, the largest of all gaps,
+    which says of how many."""
     baselines = [row for row in comparison.alike if row.method == "bn"]
     filters = [row for row in comparison.alike if is_filter(row.method)]
     if not baselines or not filters:
         return []
-    smallest = comparison.settings[-1]
     told: list[str] = []
+    first: _Gap | None = None
     for setting in reversed(comparison.settings):
-        stories = []
-        for mode in comparison.modes:
-            pair = _pair(comparison, baselines[0], filters, setting, mode)
-            if pair is not None:
-                stories.append((abs(pair[0].now.mean - pair[1].now.mean), mode, pair))
-        if not stories or (setting == comparison.settings[0] and len(comparison.settings) > 1):
+        if setting == comparison.settings[0] and len(comparison.settings) > 1:
             continue
-        stories.sort(key=lambda story: -story[0])
-        kept = [story for story in stories if story is stories[0] or (setting == smallest and story[1] == "population")]
-        told += [_story(setting, mode, *pair) for _, mode, pair in sorted(kept, key=lambda s: s[1] != "population")]
+        gaps = _gaps(comparison, baselines[0], filters, setting)
+        if setting == comparison.settings[-1]:
+            first = next((gap for gap in gaps if gap.mode == "population" and gap.other.variant == filters[0]), None)
+            told += [f"At {setting} in population mode {_story(first)}"] if first is not None else []
+        largest = max(gaps, key=lambda gap: gap.size, default=None)
+        if largest is not None and largest is not first:
+            told.append(
+                f"The largest of {counted(len(gaps), 'gap')} to {baselines[0].name} at {setting}: "
+                f"in {largest.mode} mode {_story(largest, len(gaps))}"
+            )
     return told
 
 
-def _pair(
-    comparison: Comparison, baseline: Variant, filters: Sequence[Variant], setting: Setting, mode: str
-) -> tuple[_Change, _Change] | None:
-    one = _change(comparison, baseline, setting, mode)
-    others = [_change(comparison, variant, setting, mode) for variant in filters]
-    known = [change for change in others if change is not None]
-    return (one, max(known, key=lambda change: change.now.mean)) if one is not None and known else None
+def _gaps(comparison: Comparison, baseline: Variant, filters: Sequence[Variant], setting: Setting) -> list[_Gap]:
+    found = []
+    for mode in comparison.modes:
+        one = _change(comparison, baseline, setting, mode)
+        others = [_change(comparison, variant, setting, mode) for variant in filters]
+        found += [_Gap(mode, one, other) for other in others if one is not None and other is not None]
+    return found
 
 
 def _change(comparison: Comparison, variant: Variant, setting: Setting, mode: str) -> _Change | None:
     now = _sound(comparison, variant, setting, mode)
+    if now is None:
+        return None
     same = [s for s in comparison.settings if s.gradient_batch == setting.gradient_batch]
     before = None if same[0] == setting else _sound(comparison, variant, same[0], mode)
-    return None if now is None else _Change(variant, now, before, comparison.diverged(variant, setting))
+    return _Change(variant, now, before, comparison.diverged(variant, setting), comparison.images)
 
 
 def _sound(comparison: Comparison, variant: Variant, setting: Setting, mode: str) -> Spread | None:
@@ -125,16 +146,23 @@ def _sound(comparison: Comparison, variant: Variant, setting: Setting, mode: str
     return comparison.accuracy(variant, setting, mode) if comparison.sound(variant, setting) else None
 
 
-def _story(setting: Setting, mode: str, one: _Change, other: _Change) -> str:
-    start = f"At {setting} in {mode} mode {one.variant.name} {one.verb} {accuracy(one.now)} %"
+def _story(gap: _Gap, among: int = 1) -> str:
+    """`among` is the number of gaps that this one was picked from."""
+    one, other = gap.one, gap.other
+    start = f"{one.variant.name} {one.verb} {accuracy(one.now)} %"
     if one.before is not None and one.verb.endswith(" to"):
         start += f" from {accuracy(one.before)}"
-    if apart(one.now, other.now) is False and not one.diverged:
-        return f"{start}; {other.variant.name}, at {accuracy(other.now)}, does not differ by more than the spread."
+    found = difference(one.now, other.now, one.images, among)
+    if found.beyond_chance is False and not one.diverged:
+        name, value = other.variant.name, accuracy(other.now)
+        if not found.level:
+            return f"{start}, {name} at {value}, but that may be chance: {found.reason}."
+        why = f": {found.reason}" if found.size else ""
+        return f"{start}; {name}, at {value}, does not differ beyond chance{why}."
     verb = other.verb
     if verb == one.verb and not other.diverged:
         verb = verb.partition(" ")[2]  # "falls to 86.3, BKN to 91.0"
-    alone = " (one seed: the spread is unknown)" if apart(one.now, other.now) is None else ""
+    alone = " (one seed: the spread is unknown)" if found.seeds is None else ""
     return f"{start}, {' '.join(filter(None, (other.variant.name, verb, accuracy(other.now))))}{alone}."
 
 
@@ -152,12 +180,23 @@ def _best(comparison: Comparison) -> list[str]:
     if len({variant for _, variant, _ in cells}) < 2:
         return []
     cells.sort(key=lambda cell: -cell[0].mean)
-    value, variant, mode = cells[0]
-    rival, second, way = next(cell for cell in cells if cell[1] != variant)
-    text = f"The best at {setting} is {variant.name} in {mode} mode, {accuracy(value)} %"
-    text += f"; next is {second.name} in {way} mode, {accuracy(rival)}"
-    if apart(value, rival) is False:
-        text += ", no difference beyond the spread"
+    value = cells[0][0]
+    ways: dict[Variant, list[str]] = {}
+    for other, variant, mode in cells:
+        if math.isclose(other.mean, value.mean, abs_tol=1e-9):
+            ways.setdefault(variant, []).append(mode)
+    start = f"The best of {len(cells)} means at {setting}"
+    names = [f"{variant.name} in {listed(modes)} mode" for variant, modes in ways.items()]
+    if sum(map(len, ways.values())) == 1:
+        text = f"{start} is {names[0]}, {accuracy(value)} %"
+    else:
+        text = f"{start}, {number(value.mean, 1)} %, is reached by {listed(names)} alike"
+    rivals = [cell for cell in cells if cell[1] not in ways]
+    if rivals:
+        rival, second, way = rivals[0]
+        text += f"; next is {second.name} in {way} mode, {accuracy(rival)}"
+        if difference(value, rival, comparison.images, len(cells) - 1).beyond_chance is False:
+            text += ", no difference beyond chance"
     return [text + "."]
 
 

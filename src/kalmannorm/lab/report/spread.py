@@ -1,4 +1,4 @@
-"""What several seeds say together: mean, standard deviation, and whether two of them differ by more than chance."""
+"""What several seeds say together: mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,3 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     if not known:
         return None
     return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
-
-
-def apart(one: Spread, other: Spread) -> bool | None:
-    """Whether the difference exceeds twice its standard error; None where a single seed leaves that unknown."""
-    if one.std is None or other.std is None:
-        return None
-    error = math.sqrt(one.std**2 / one.n + other.std**2 / other.n)
-    return abs(one.mean - other.mean) > 2 * error

@@ -9,9 +9,10 @@ from kalmannorm.lab.records import Record
 from kalmannorm.lab.report import palette
 from kalmannorm.lab.report.columns import is_papers, spread_of, texts
 from kalmannorm.lab.report.comparison import Comparison, Variant
+from kalmannorm.lab.report.difference import difference
 from kalmannorm.lab.report.markup import Markup, element, joined
 from kalmannorm.lab.report.naming import grouped
-from kalmannorm.lab.report.spread import Spread, apart
+from kalmannorm.lab.report.spread import Spread
 from kalmannorm.lab.report.wording import MISSING, listed, number, option, unbroken
 from kalmannorm.lab.setting import Setting
 
@@ -95,15 +96,18 @@ def _cell(
     best = max(rivals, key=lambda other: other.mean, default=None)
     diverged = comparison.diverged(variant, column[0])
     comparable = best is not None and any(value is rival for rival in rivals)
+    found = difference(value, best, comparison.images) if best is not None and comparable else None
     # The spread of a failure is no merit.
-    level = best is not None and comparable and apart(value, best) is False and not diverged
+    level = found is not None and found.level and not diverged
+    open_ = found is not None and found.beyond_chance is False and not level and not diverged
     classes = ["best"] if value is best else ["level"] if level else []
     fall = sum(top - value.mean >= limit for limit in _SHORTFALLS)
     classes += [f"fall-{fall}"] if fall else []
     title = f"{variant.label} {column[0]}, {column[1]}: mean of n = {value.n}"
     title += f", {diverged} diverged" if diverged else ""
+    title += f"; {found.reason}" if found is not None and open_ else ""
     tail = None if value.std is None else element("span", f" ± {number(value.std, 1)}", class_="std")
-    mark = element("sup", "†") if diverged else None
+    mark = element("sup", "†" if diverged else "?") if diverged or open_ else None
     return element(
         "td",
         element("span", number(value.mean, 1), class_="mean"),
@@ -117,14 +121,20 @@ def _cell(
 
 def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     counts = sorted({value.n for value in values})
+    images = "" if comparison.images is None else f"{number(comparison.images)} test images"
     parts = [
         "Test accuracy in %, mean ± standard deviation over "
         + (f"{counts[0]} seeds." if len(counts) == 1 and counts[0] > 1 else "seeds; hover tells how many."),
-        "Bold: best of its column, and all that differ from it by no more than twice the standard error.",
+        f"Bold: best of its column, and all within the error of {images}, at 95 % for each pair. "
+        "?: further from the best, but the seeds are too few to tell (Welch's t-test at 95 %)."
+        if images
+        else "Bold: best of its column, and all that the spread of the seeds does not set apart from it "
+        "(Welch's t-test at 95 % for each pair).",
         "Tint: 2, 5, 10 or 20 points below the best of the table.",
     ]
     if counts == [1]:
-        parts[:2] = ["Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column."]
+        level = f", and all within the error of {images}, at 95 % for each pair" if images else ""
+        parts[:2] = [f"Test accuracy in % of single seeds: their spread is unknown. Bold: best of its column{level}."]
     single = list(dict.fromkeys(v.name for v in comparison.variants if not grouped(v.method)))
     if single and len(comparison.settings) > 1:
         verb = "has" if len(single) == 1 else "have"

@@ -42,7 +42,8 @@ def at_chance(recipe: Recipe, result: Record) -> bool:
 
 def too_short(recipe: Recipe, result: Record) -> bool:
     """Less than an epoch, or a handful of steps."""
-    return recipe.epochs < 1 or (not result.get("diverged") and result.get("steps", FEW_STEPS) < FEW_STEPS)
+    steps = result.get("steps")
+    return recipe.epochs < 1 or (not result.get("diverged") and steps is not None and steps < FEW_STEPS)
 
 
 def sound(ended: Sequence[Ended]) -> bool:
@@ -74,7 +75,7 @@ def _who(some: Sequence[Ended], ended: Sequence[Ended]) -> str:
 
 
 def _length(short: Sequence[Ended]) -> str:
-    steps = sorted({result["steps"] for _, result in short if "steps" in result})
+    steps = sorted({result["steps"] for _, result in short if result.get("steps") is not None})
     epochs = sorted({recipe.epochs for recipe, _ in short})
     long = counted(epochs[0], "epoch") if len(epochs) == 1 else f"{epochs[0]:g} to {epochs[-1]:g} epochs"
     if not steps:

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kalmannorm.lab.records import Record, write_atomically
+from kalmannorm.lab.report import svg
 from kalmannorm.lab.report.charts import Figure
-from kalmannorm.lab.report.collecting import collect
+from kalmannorm.lab.report.collecting import Collected, collect
 from kalmannorm.lab.report.comparison import Chapter, Comparison, chapters
 from kalmannorm.lab.report.page import Content, content, page
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences, what
 from kalmannorm.lab.report.wiring import drawings
 
+Tell = Callable[[str], None]
 
-def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None) -> Path:
-    """Write the page about all runs and experiments in `folders`; each figure as PNG, SVG and CSV into `figures`."""
-    collected = collect(folders)
+
+def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None, tell: Tell | None = None) -> Path:
+    """Write the page about all runs and experiments in `folders`; each figure as PNG, SVG and CSV into `figures`.
+
+    `tell` hears a line for each run or experiment that could not be read, or only in part; the page says the same.
+    """
+    return write_collected(collect(folders), output, figures=figures, tell=tell)
+
+
+def write_collected(
+    collected: Collected, output: Path, *, figures: Path | None = None, tell: Tell | None = None
+) -> Path:
     made = content(chapters(collected), collected.damaged)
     if figures is not None:
         write_figures(made, figures)
     write_atomically(output, page(made, _between(output, figures)).encode())
+    if tell is not None:
+        for broken in collected.damaged:
+            tell(str(broken))
     return output
 
 
@@ -41,15 +55,15 @@ def write_figures(made: Content, folder: Path) -> None:
         for name, (values, chart) in figure.images.items():
             for kind, drawn in images(chart, " · ".join([figure.title, *filter(None, values)])).items():
                 write_atomically(folder / f"{name}.{kind}", drawn)
-    for number, (_, path) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
-        write_atomically(folder / f"wiring-{number + 1}.svg", path.read_bytes())
+    for number, (_, drawing) in enumerate(drawings([chapter for chapter, _ in made.chapters])):
+        write_atomically(folder / f"wiring-{number + 1}.svg", svg.standalone(drawing).encode())
 
 
 def _csv(figure: Figure) -> str:
     rows = list(figure.rows())
     names = list(dict.fromkeys(name for row in rows for name in row))
     file = io.StringIO()
-    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")  # "raise" takes longer
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
@@ -57,10 +71,12 @@ def _csv(figure: Figure) -> str:
 
 def summarize(folders: Sequence[Path]) -> Record:
     """What the page's tables and sentences say, for scripts."""
-    collected = collect(folders)
-    found = chapters(collected)
+    return summarize_collected(collect(folders))
+
+
+def summarize_collected(collected: Collected) -> Record:
     return {
-        "chapters": [_chapter(chapter) for chapter in found],
+        "chapters": [_chapter(chapter) for chapter in chapters(collected)],
         "damaged": [vars(broken) for broken in collected.damaged],
     }
 
@@ -98,6 +114,7 @@ def _comparison(comparison: Comparison) -> Record:
     return {
         "model": comparison.model,
         "dataset": comparison.dataset,
+        "test_images": comparison.images,
         "what": what(comparison),
         "sentences": told,
         "cells": cells,

@@ -3,7 +3,7 @@ const LEAST = { curves: 270, bars: 300, scatter: 300, heatmap: 240 };
 const DRAW = { curves: drawCurves, bars: drawBars, scatter: drawScatter, heatmap: drawHeatmap };
 
 function setUp(node, figure) {
-  const view = { hidden: new Set(), steps: false, chosen: [...figure.charts[figure.start].for] };
+  const view = { hidden: new Set(), steps: false, close: false, chosen: [...figure.charts[figure.start].for] };
   const host = node.querySelector(".plot");
   const controls = make("div", { class: "controls" });
   const panels = make("div", { class: "panels" });
@@ -21,6 +21,7 @@ function setUp(node, figure) {
     view.chosen = [...current.for];
     tip.hide();
     note.textContent = current.note ?? "";
+    link(node, current.file);
     DRAW[current.kind](lay(panels, current.panels, LEAST[current.kind]), current, view);
   };
   const rebuild = () => {
@@ -56,7 +57,21 @@ function buildControls(node, figure, view, current, changed) {
       changed();
     }));
   }
+  if (current.kind === "curves" && current.settle > 0) {
+    node.append(chooser("Range", ["whole", "close-up"], view.close ? "close-up" : "whole", (value) => {
+      view.close = value === "close-up";
+      changed();
+    }));
+  }
   node.hidden = !node.children.length;
+}
+
+/** The links to the image files follow the chart that is shown; of some choices there are none. */
+function link(node, file) {
+  for (const one of node.querySelectorAll("a[data-kind]")) {
+    one.hidden = !file;
+    if (file) one.setAttribute("href", `${one.dataset.folder}/${file}.${one.dataset.kind}`);
+  }
 }
 
 /** Buttons side by side for a few short values, a list for many. */

@@ -1,0 +1,38 @@
+"""The words of the page, explained on it: what a setting is, the ways of inference, and the methods that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kalmannorm.grouped import INFERENCE_MODES
+from kalmannorm.lab.methods import METHODS
+from kalmannorm.lab.report.comparison import Chapter
+from kalmannorm.lab.report.markup import Markup, element
+from kalmannorm.lab.report.naming import grouped, order
+from kalmannorm.lab.report.wording import counted
+
+_MODES = {
+    "population": "Moving averages of training normalize every test image, as BatchNorm does in eval().",
+    "batch": "Groups of test images share their statistics, as in training: other test images matter.",
+    "example": "Every test image by itself, as if it were in a group with average images.",
+}
+
+
+def glossary(chapters: Sequence[Chapter]) -> Markup | None:
+    """Of what these chapters hold, and no more; None where there are no runs."""
+    comparisons = [comparison for chapter in chapters for comparison in chapter.comparisons]
+    if not comparisons:
+        return None
+    settings = [setting for comparison in comparisons for setting in comparison.settings]
+    setting = min(settings, key=lambda setting: (setting.statistics_batch == 1, setting.statistics_batch))
+    gradient, statistics = setting
+    share = f"in groups of {statistics} that share their statistics" if statistics > 1 else "each in a group of its own"
+    words = {str(setting): f"A setting: each optimizer step sees {counted(gradient, 'image')}, {share}."}
+    methods = sorted({variant.method for comparison in comparisons for variant in comparison.variants}, key=order)
+    if any(not grouped(method) for method in methods):
+        words[f"({gradient}, –)"] = "The same for a method that has no groups."
+    modes = {mode for comparison in comparisons for mode in comparison.modes}
+    words |= {mode: _MODES[mode] for mode in INFERENCE_MODES if mode in modes}
+    words |= {METHODS[method].title: METHODS[method].words for method in methods}
+    pairs = [element("div", element("dt", word), element("dd", meaning)) for word, meaning in words.items()]
+    return element("dl", *pairs, class_="glossary")
