@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from kalmannorm.distributed import ProcessGroupChoice, Ranks, gather
+from kalmannorm.distributed import Company, ProcessGroupChoice, Ranks
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
 from kalmannorm.population import norms
@@ -85,7 +85,7 @@ def _move(found: list[GroupedNorm], pending: list[Pending], group: distributed.P
         received = [message.unsqueeze(0) for message in messages]
     else:
         device = messages[0].device
-        together = gather(torch.cat([message.to(device) for message in messages]), group)
+        together = Company(group, "accumulate_statistics").gather(torch.cat([part.to(device) for part in messages]))
         received = list(together.split_with_sizes([len(message) for message in messages], 1))
     for norm, rows_R in zip(found, received, strict=True):
         _move_one(norm, rows_R)

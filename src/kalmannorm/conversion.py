@@ -90,6 +90,7 @@ def convert(
                 if to in GROUPED:
                     norm_plan = plan.norms[name] if plan else None
                     fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
+                    vars(fresh[name])["_layer"] = name
                 else:
                     fresh[name] = fresh_other(module, kind, to, options)
             except (TypeError, ValueError) as error:
