@@ -57,7 +57,7 @@ def _held(module: nn.Module) -> set[str]:
 def _library_names() -> set[str]:
     """What norms of this library call that which they hold."""
     examples = (norm.BatchKalmanNorm1d(1, 1), baselines.BatchRenorm1d(1))
-    return {"then", "converted_from", "input_dims", "_layer"}.union(*map(_held, examples))
+    return {"then", "converted_from", "input_dims"}.union(*map(_held, examples))
 
 
 def become(module: nn.Module, fresh: nn.Module) -> None:

@@ -71,11 +71,22 @@ class Ranks:
         return group if dist.get_world_size(group) > 1 else None
 
 
+class Place(NamedTuple):
+    """Where in a model ranks meet: a layer's name, or words for it, and a number below 2^32 that stands for them."""
+
+    name: str
+    sign: int
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        return cls(name, zlib.crc32(name.encode()))
+
+
 class Company(NamedTuple):
-    """The ranks of a group, at one place of the model: a layer's name, or words for it where it has none."""
+    """The ranks of a group, at one place of a model."""
 
     group: dist.ProcessGroup
-    place: str
+    place: Place
 
     def gather(self, own: Tensor) -> Tensor:
         """This tensor of every rank, stacked; without a gradient."""
@@ -89,24 +100,18 @@ class Company(NamedTuple):
         with self._placed():
             dist.all_reduce(own, group=self.group)
 
-    @property
-    def sign(self) -> int:
-        """A number for the place, by which ranks see that they are at the same one; below 2^32."""
-        return zlib.crc32(self.place.encode())
-
     def check(self, signs: list[int], values: list[int]) -> None:
         """Raise where ranks are at another place, or have no values; every rank calls it with what all of them sent."""
-        own = self.sign
-        elsewhere = [number for number, sign in enumerate(signs) if sign != own]
+        elsewhere = [number for number, sign in enumerate(signs) if sign != self.place.sign]
         if elsewhere:
             raise RuntimeError(
-                f"{self.place}: rank {dist.get_rank()} of process_group is here, but {self._named(elsewhere)} at "
+                f"{self.place.name}: rank {dist.get_rank()} of process_group is here, but {self._named(elsewhere)} at "
                 f"another layer. {LIKELY}"
             )
         empty = [number for number, count in enumerate(values) if not count]
         if empty:
             raise ValueError(
-                f"{self.place}: x must hold at least one value per channel on every rank of process_group, got an "
+                f"{self.place.name}: x must hold at least one value per channel on every rank of process_group, got an "
                 f"empty batch on {self._named(empty)}; give every rank an example, or skip the step on all ranks"
             )
 
@@ -122,15 +127,15 @@ class Company(NamedTuple):
         except RuntimeError as error:
             here = dist.get_rank()
             others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != here]
-            found = whereabouts(self.group, here, others, self.place)
-            together = sorted([here, *(rank for rank, place in found.items() if place == self.place)])
+            found = whereabouts(self.group, here, others, self.place.name)
+            together = sorted([here, *(rank for rank, place in found.items() if place == self.place.name)])
             apart = [
                 f"rank {rank} {f'waited at {place}' if place else 'did not take part'}"
                 for rank, place in found.items()
-                if place != self.place
+                if place != self.place.name
             ]
             raise type(error)(
-                f"{self.place}: {_ranks(together)} of process_group waited here for all ranks"
+                f"{self.place.name}: {_ranks(together)} of process_group waited here for all ranks"
                 f"{', but ' if apart else ''}{', '.join(apart)}. {LIKELY} Or a rank has ended. ({error})"
             ) from error
 
@@ -222,7 +227,7 @@ def take_part_empty(x: Tensor, statistics_batch_size: int | None, company: Compa
     _Join.apply(nothing, nothing, nothing[:, :1], 1, company)  # type: ignore[no-untyped-call]
     here = dist.get_rank(company.group)  # on a GPU nobody has looked at the counts
     ranks = range(dist.get_world_size(company.group))
-    company.check([company.sign for _ in ranks], [int(rank != here) for rank in ranks])
+    company.check([company.place.sign for _ in ranks], [int(rank != here) for rank in ranks])
 
 
 def join(x: Tensor, local: Moments, size: int, groups: int, company: Company) -> Joint:
@@ -244,17 +249,17 @@ def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company,
         return 1
     m = statistics_batch_size
     positions = x.numel() // max(x.shape[0] * x.shape[1], 1)
-    called = company.gather(torch.tensor([company.sign, x.shape[0], positions], device=x.device)).tolist()
+    called = company.gather(torch.tensor([company.place.sign, x.shape[0], positions], device=x.device)).tolist()
     shapes = [shape for _, *shape in called]
     company.check([sign for sign, *_ in called], [examples * positions for examples, positions in shapes])
     groups = max(group_count(examples, m) for examples, _ in shapes)
     for g in range(0 if prior else groups):
         if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
             raise ValueError(
-                f"{company.place}: x in statistics batches of {m} has a group, number {g}, with one value per channel "
-                f"over all {len(shapes)} ranks of process_group, and there is no prior to fill in its variance. Give "
-                "the layer a prior (prior_features and `previous`), raise statistics_batch_size, or drop the last, "
-                "smaller batch."
+                f"{company.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
+                f"channel over all {len(shapes)} ranks of process_group, and there is no prior to fill in its "
+                "variance. Give the layer a prior (prior_features and `previous`), raise statistics_batch_size, or "
+                "drop the last, smaller batch."
             )
     return groups
 
@@ -287,11 +292,9 @@ class _Join(torch.autograd.Function):
         ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, company: Company
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, channels = mean.shape
-        message = [mean.double(), var.double(), counts]
         looks = mean.device.type == "cpu"  # a GPU would have to be waited for
-        if looks:
-            message.append(torch.full_like(counts, company.sign))
-        gathered = company.gather(padded(torch.cat(message, 1), groups))
+        signs = [torch.full_like(counts, company.place.sign)] if looks else []
+        gathered = company.gather(padded(torch.cat([mean.double(), var.double(), counts, *signs], 1), groups))
         means, variances, all_counts = gathered[..., : 2 * channels + 1].split_with_sizes([channels, channels, 1], 2)
         if looks:
             company.check(gathered[:, 0, -1].long().tolist(), all_counts[:, 0, 0].long().tolist())

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm.distributed import (
     Company,
+    Place,
     ProcessGroupChoice,
     Ranks,
     normalize_jointly,
@@ -58,8 +59,8 @@ class GroupedNorm(TrackedNorm):
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children applied to the result, in order: what a converted norm class did after normalizing."""
-    _layer: str = ""
-    """Its name in the model that `convert` made, for errors that several ranks raise."""
+    _place: Place = Place("a norm", 0)
+    """Its name in the model that `convert` made, or words for it: for errors that several ranks raise."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class GroupedNorm(TrackedNorm):
         self.total_variance = total_variance
         self.observation_momentum = observation_momentum
         self.process_group = process_group
+        self._place = Place.of(f"a {type(self).__name__}({num_features})")
         self.frozen = False
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
@@ -161,10 +163,7 @@ class GroupedNorm(TrackedNorm):
     def _company(self) -> Company | None:
         """The ranks that wait for what this one observes, if there are any."""
         group = self._ranks.group() if self.training and not self.frozen else None
-        if group is None:
-            return None
-        place = f"layer {self._layer!r}" if self._layer else f"a {type(self).__name__}({self.num_features})"
-        return Company(group, place)
+        return None if group is None else Company(group, self._place)
 
     def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
         """No examples, as in a head without proposals: no statistics move, and all parameters get a gradient of 0."""
