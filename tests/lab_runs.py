@@ -36,6 +36,19 @@ def kalmannorm(
     return done
 
 
+def workers(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids of the ranks that a torchrun process has started, by rank; Linux only, from /proc."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (entry / "environ").read_bytes().split(b"\0") if parent == process.pid else []
+        except OSError:  # it has ended
+            continue
+        found |= {int(word[5:]): int(entry.name) for word in words if word.startswith(b"RANK=")}
+    return found
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 

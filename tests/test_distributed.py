@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -21,10 +22,14 @@ from kalmannorm import (
     BatchKalmanNorm1d,
     BatchKalmanNorm2d,
     BatchRenorm2d,
+    GhostBatchNorm1d,
     GhostBatchNorm2d,
     GroupedNorm,
     Moments,
+    accumulate_statistics,
     batch_kalman_norm,
+    convert,
+    distributed,
 )
 
 F64 = torch.float64
@@ -199,6 +204,57 @@ def lonely_value(rank):
         layer(torch.randn(3 - rank, C))
 
 
+def small_net(m, group):
+    net = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Linear(C, C), nn.BatchNorm1d(C), nn.BatchNorm1d(C))
+    return convert(net, torch.randn(4, C), statistics_batch_size=m, process_group=group)
+
+
+def hasty(seconds):
+    """A group whose ranks do not wait for long."""
+    return dist.new_group(timeout=timedelta(seconds=seconds))
+
+
+def failing(run, kind=RuntimeError):
+    """What the error says."""
+    with pytest.raises(kind) as caught:
+        run()
+    return str(caught.value)
+
+
+def skipped_forward(rank, m):
+    net = small_net(m, hasty(0.3))
+    return failing(lambda: net(torch.randn(4, C))) if rank == 0 else None
+
+
+def skipped_backward(rank):
+    net = small_net(None, hasty(2))
+    loss = net(torch.randn(4, C)).sum()
+    return failing(loss.backward) if rank == 0 else None
+
+
+def skipped_end(rank):
+    """Rank 1 fails inside, and rank 0 waits at the end."""
+    net, group = small_net(2, None), hasty(0.3)
+
+    def run():
+        with accumulate_statistics(net, group):
+            net(torch.randn(4, C if rank == 0 else C + 1))
+
+    return failing(run)
+
+
+def other_path(rank, m, by_hand):
+    net = small_net(m, hasty(10))
+    if by_hand:
+        net = [None, BatchKalmanNorm1d(C, process_group="world"), None, GhostBatchNorm1d(C, process_group="world")]
+    return failing(lambda: net[1 if rank == 0 else 3](torch.randn(4, C)))
+
+
+def one_sided_empty(rank, m, shape):
+    layer = BatchKalmanNorm2d(C, statistics_batch_size=m, process_group="world")
+    return failing(lambda: layer(torch.randn((2, C, 2, 2) if rank == 0 else shape)), ValueError)
+
+
 class Block(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -260,6 +316,16 @@ SCENARIOS = {
     "reentrant": partial(checkpointed, reentrant=True),
     "penalty": joined_penalty,
     "groups": groups_and_copies,
+    "skipped forward": partial(skipped_forward, m=None),
+    "skipped forward of groups": partial(skipped_forward, m=2),
+    "skipped backward": skipped_backward,
+    "skipped end": skipped_end,
+    "other path": partial(other_path, m=None, by_hand=False),
+    "other path of groups": partial(other_path, m=2, by_hand=False),
+    "other path by hand": partial(other_path, m=None, by_hand=True),
+    "empty": partial(one_sided_empty, m=None, shape=(0, C, 2, 2)),
+    "empty of groups": partial(one_sided_empty, m=2, shape=(0, C, 2, 2)),
+    "empty map": partial(one_sided_empty, m=None, shape=(2, C, 0, 2)),
 }
 
 
@@ -343,6 +409,58 @@ def test_process_groups_copies_and_pickles(ranks):
         for output in synchronised:
             torch.testing.assert_close(output, y[rank])
         torch.testing.assert_close(alone, own(x.split(2)[rank]))
+
+
+SKIPPED = {
+    "skipped forward": "layer '1'",
+    "skipped forward of groups": "layer '1'",
+    "skipped backward": "layer '4'",
+    "skipped end": "accumulate_statistics",
+}
+
+
+@pytest.mark.parametrize(("name", "place"), SKIPPED.items())
+def test_a_rank_that_does_not_come_is_named(ranks, name, place):
+    said = ranks[0][name]
+    assert said.startswith(
+        f"{place}: rank 0 of process_group waited here for all ranks, but rank 1 did not take part. "
+    )
+    assert "skipped this forward or took another path" in said and "Timed out" in said
+
+
+@pytest.mark.parametrize("name", ["other path", "other path of groups"])
+def test_ranks_at_different_layers_say_so(ranks, name):
+    for rank, place in enumerate(("layer '1'", "layer '3'")):
+        expected = f"{place}: rank {rank} of process_group is here, but rank {1 - rank} at another layer. "
+        assert ranks[rank][name].startswith(expected)
+
+
+def test_layers_without_a_name_are_described(ranks):
+    assert ranks[0]["other path by hand"].startswith("a BatchKalmanNorm1d(3): rank 0 of process_group is here")
+    assert ranks[1]["other path by hand"].startswith("a GhostBatchNorm1d(3): rank 1 of process_group is here")
+
+
+@pytest.mark.parametrize("name", ["empty", "empty of groups", "empty map"])
+def test_an_empty_batch_is_named_on_all_ranks(ranks, name):
+    said, also = (rank[name] for rank in ranks)
+    assert said == also
+    assert said.startswith("a BatchKalmanNorm2d(3): ") and "got an empty batch on rank 1; give every rank" in said
+
+
+def test_ranks_that_wait_elsewhere_are_told_from_those_that_are_missing():
+    class Group:
+        store = dist.HashStore()
+
+        def get_group_store(self):
+            return self.store
+
+    Group.store.set("kalmannorm/2", "layer 'a'")
+    Group.store.set("kalmannorm/3", "layer 'b'")
+    found = distributed.whereabouts(Group(), 0, [1, 2, 3], "layer 'a'")
+    assert found == {1: None, 2: "layer 'a'", 3: "layer 'b'"}
+    assert Group.store.get("kalmannorm/0") == b"layer 'a'"
+    assert distributed.whereabouts(object(), 0, [1], "layer 'a'") == {1: None}
+    assert distributed.whereabouts(object(), 0, [1, 2], "layer 'a'") == {}, "one of them, but which?"
 
 
 @pytest.mark.parametrize("kind", [BatchKalmanNorm2d, GhostBatchNorm2d, BatchRenorm2d])

@@ -7,17 +7,22 @@ import errno
 import json
 import os
 import shutil
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kalmannorm.cli.app import run
-from kalmannorm.lab import checkpoint
+from kalmannorm.lab import checkpoint, launcher
 from kalmannorm.lab.analyse import analyse
 from kalmannorm.lab.errors import FullDiskError, LabError
+from kalmannorm.lab.fabric import Fabric
+from kalmannorm.lab.lock import locked
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Log, Run
 from kalmannorm.lab.train import train
+from lab_runs import weights
 from saying import said
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
@@ -97,6 +102,111 @@ def test_what_was_measured_before_a_run_went_on_is_gone(capsys, unfinished, tmp_
     assert "64 test images\n" in capsys.readouterr().out
     train(TINY, folder, PLAIN, resume=True)
     assert (folder / "evaluation.json").exists(), "the run is finished, and what was measured still true"
+
+
+OPTIONS = ["--epochs", "4", "--train-examples", "128", "--test-examples", "64", "--no-tensorboard"]
+
+
+@pytest.fixture
+def given_again(monkeypatch):
+    """By a launcher, which gives the same command again."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+
+
+def test_who_gives_a_command_again(monkeypatch):
+    for name, value, again in (
+        ("SLURM_JOB_ID", "5", False),
+        ("SLURM_RESTART_COUNT", "0", False),
+        ("SLURM_RESTART_COUNT", "2", True),
+        ("TORCHELASTIC_RUN_ID", "none", True),
+    ):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert launcher.gives_again() is again, name
+
+
+@pytest.mark.parametrize("left", ["checkpoint", "recipe", "half a recipe", "half a checkpoint", "nothing"])
+def test_a_launcher_goes_on_by_the_same_command(given_again, capsys, finished, unfinished, tmp_path, left):
+    folder = tmp_path / "run"
+    shutil.copytree(unfinished, folder)
+    if left in ("recipe", "half a recipe", "nothing"):
+        shutil.rmtree(folder / "checkpoint")
+    if left == "half a recipe":
+        (folder / "recipe.json").rename(folder / ".recipe.json.77.partial")
+    if left == "half a checkpoint":
+        last = checkpoint.checkpoints(folder)[-1]
+        last.rename(last.with_name(f".{last.name}.partial"))
+    if left == "nothing":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    assert run(["train", *OPTIONS, "--out", str(folder)]) == 0
+    for name, value in weights(finished).items():
+        assert torch.equal(weights(folder)[name], value), name
+    capsys.readouterr()
+    assert run(["train", *OPTIONS, "--out", str(folder)]) == 0
+    assert capsys.readouterr().err == f"{folder} was finished already: nothing is trained\n"
+
+
+def test_a_launcher_is_refused_another_recipe(given_again, capsys, unfinished):
+    line = said(capsys, "train", *OPTIONS, "--seed", "3", "--momentum", "0.5", "--out", str(unfinished))
+    assert f"{unfinished} holds a run of another recipe, with momentum 0.9 instead of 0.5: give another --out" in line
+
+
+def test_a_person_is_asked(monkeypatch, capsys, unfinished):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    line = said(capsys, "train", *OPTIONS, "--out", str(unfinished))
+    assert f"holds an unfinished run: go on with it by --resume {unfinished}" in line
+
+
+def test_a_restart_waits_for_the_lock(given_again, tmp_path, monkeypatch):
+    """Until the processes of the start before have ended."""
+    folder, waits = tmp_path / "run", []
+    holder = ExitStack()
+    holder.enter_context(locked(folder))
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            holder.close()
+
+    monkeypatch.setattr("kalmannorm.lab.lock.time.sleep", sleep)
+    assert train(TINY, folder, PLAIN)["steps"] == 8
+    assert len(waits) == 3
+    monkeypatch.setattr("kalmannorm.lab.train.PATIENCE", 0.2)
+    with locked(tmp_path / "other"), pytest.raises(LabError, match="another process is at work"):
+        train(TINY, tmp_path / "other", PLAIN)
+
+
+def test_a_run_that_ends_while_a_restart_waits_is_left_as_it_is(given_again, tmp_path, finished, monkeypatch):
+    def late(folder, patience):
+        shutil.copytree(finished, folder)
+        return nullcontext()
+
+    monkeypatch.setattr("kalmannorm.lab.train.locked", late)
+    train(TINY, tmp_path / "run", PLAIN)
+    for name in ("log.jsonl", "result.json", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_ranks_that_do_not_share_a_folder(unfinished, tmp_path, monkeypatch):
+    shutil.copytree(unfinished, tmp_path / "run")
+    monkeypatch.setattr(Fabric, "all_gather", lambda self, own: torch.stack([own, torch.zeros_like(own)]))
+    with pytest.raises(LabError, match=r"of steps 0, 4: give an --out on a disk that all of them share"):
+        train(TINY, tmp_path / "run", PLAIN, resume=True)
+
+
+def test_event_files_hold_a_restarted_run_once(tmp_path):
+    """One that was killed before its first checkpoint."""
+
+    def crash(event):
+        raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError):
+        train(TINY, tmp_path / "run", Execution(log_every=1), watch=crash)
+    train(TINY, tmp_path / "run", Execution(log_every=1), resume=True)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["analyse"], ["train", "--resume"]])

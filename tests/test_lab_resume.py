@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import subprocess
 import time
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kalmannorm.cli.app import run
 from kalmannorm.lab import checkpoint
 from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.train import train
-from lab_runs import ENVIRONMENT, command, kalmannorm, numbers, weights
+from lab_runs import ENVIRONMENT, command, kalmannorm, launcher, numbers, weights, workers
 
-STEPS = ["--epochs", "12", "--evaluate-every", "5", "--save-every", "9", "--log-every", "4"]
+STEPS = ["--epochs", "6", "--evaluate-every", "5", "--save-every", "9", "--log-every", "4"]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -31,7 +33,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    kalmannorm("train", *STEPS, "--out", str(folder))
+    assert run(["train", *STEPS, "--out", str(folder)]) == 0
     return folder
 
 
@@ -51,7 +53,7 @@ def test_resumes_to_the_same_weights(uninterrupted, tmp_path, kind):
     else:
         assert process.returncode == 130
         assert f"kalmannorm train --resume {folder}" in errors.splitlines()[-1]
-    kalmannorm("train", "--resume", str(folder))
+    assert run(["train", "--resume", str(folder)]) == 0
     assert_same(folder, uninterrupted)
     assert not (folder / "checkpoint").exists()
 
@@ -70,20 +72,29 @@ def test_a_second_signal_stops_at_once_and_keeps_what_was_saved(tmp_path):
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
-def test_two_ranks_resume_to_the_same_weights(tmp_path):
+def test_two_ranks_start_and_restart_by_one_command(tmp_path):
+    """A rank is killed, and torchrun starts both again; then the job is told to end, and the command given again."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    steps = [*STEPS, "--method", "bkn-learned", "--setting", "64,2"]
+    steps = ["--epochs", "3", "--evaluate-every", "2", "--save-every", "10", "--log-every", "6"]
+    steps += ["--method", "bkn-learned", "--setting", "64,2", "--precision", "float64"]
     kalmannorm("train", *steps, "--out", str(whole), ranks=2)
-    process = subprocess.Popen(
-        command("train", *steps, "--out", str(folder), ranks=2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None and len(checkpoint.checkpoints(folder)) < 2:
-        time.sleep(0.01)
+    words = [*launcher(2), "--max-restarts", "1", "-m", "kalmannorm", "train", *steps, "--out", str(folder)]
+    process = subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+    def wait(reached):
+        while process.poll() is None and not reached():
+            time.sleep(0.01)
+
+    wait(lambda: checkpoint.checkpoints(folder))
+    os.kill(workers(process)[1], signal.SIGKILL)
+    wait(lambda: len(checkpoint.checkpoints(folder)) == 2)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert not (folder / "result.json").exists(), "the run ended before the signal came: make it longer"
     assert errors.count(f"kalmannorm train --resume {folder}") == 1
-    kalmannorm("train", "--resume", str(folder), ranks=2)
+    assert errors.count("kalmannorm: another rank has ended") == 1, "rank 0 says it of rank 1, in one line"
+    assert "kalmannorm/lab" not in errors, "no traceback of ours"
+    subprocess.run(words, env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
     assert_same(folder, whole)
 
 

@@ -14,11 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from kalmannorm.distributed import ProcessGroupChoice, Ranks, gather
+from kalmannorm.distributed import Company, Place, ProcessGroupChoice, Ranks
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
 from kalmannorm.population import norms
 from kalmannorm.statistics import Groups, Pending, pooled_values
+
+_PLACE = Place.of("accumulate_statistics")
 
 # Kept between uses: compiled code and CUDA graphs go on writing to the same places.
 _PENDING: WeakKeyDictionary[GroupedNorm, Pending] = WeakKeyDictionary()
@@ -85,7 +87,7 @@ def _move(found: list[GroupedNorm], pending: list[Pending], group: distributed.P
         received = [message.unsqueeze(0) for message in messages]
     else:
         device = messages[0].device
-        together = gather(torch.cat([message.to(device) for message in messages]), group)
+        together = Company(group, _PLACE).gather(torch.cat([message.to(device) for message in messages]))
         received = list(together.split_with_sizes([len(message) for message in messages], 1))
     for norm, rows_R in zip(found, received, strict=True):
         _move_one(norm, rows_R)

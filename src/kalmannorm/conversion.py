@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from kalmannorm.become import GROUPED, become, become_batchnorm, check_norm, fresh_grouped, fresh_other
 from kalmannorm.checks import positive_int
+from kalmannorm.distributed import Place
 from kalmannorm.fused import unfuse
 from kalmannorm.graph.plan import Plan, make_plan
 from kalmannorm.graph.relay import Begin, End, Relay, Wire
@@ -90,6 +91,7 @@ def convert(
                 if to in GROUPED:
                     norm_plan = plan.norms[name] if plan else None
                     fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
+                    vars(fresh[name])["_place"] = Place.of(f"layer {name!r}")
                 else:
                     fresh[name] = fresh_other(module, kind, to, options)
             except (TypeError, ValueError) as error:

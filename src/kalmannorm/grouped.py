@@ -10,12 +10,19 @@ import math
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from kalmannorm.checks import check_enough_values, check_input, check_number, positive_int
-from kalmannorm.distributed import ProcessGroupChoice, Ranks, normalize_jointly, take_part
+from kalmannorm.distributed import (
+    Company,
+    Place,
+    ProcessGroupChoice,
+    Ranks,
+    normalize_jointly,
+    take_part,
+    take_part_empty,
+)
 from kalmannorm.example import among_average, expected_of_example
 from kalmannorm.functional import normalize, transformed
 from kalmannorm.groups import group_count, group_size, statistics_dtype
@@ -52,6 +59,8 @@ class GroupedNorm(TrackedNorm):
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children applied to the result, in order: what a converted norm class did after normalizing."""
+    _place: Place = Place("a norm", 0)
+    """Its name in the model that `convert` made, or words for it: for errors that several ranks raise."""
 
     def __init__(
         self,
@@ -81,6 +90,7 @@ class GroupedNorm(TrackedNorm):
         self.total_variance = total_variance
         self.observation_momentum = observation_momentum
         self.process_group = process_group
+        self._place = Place.of(f"a {type(self).__name__}({num_features})")
         self.frozen = False
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
@@ -122,9 +132,15 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Moments]:
         """Output and posterior. The op adds a residual of the shape and dtype of x and applies the ReLU itself."""
-        if isinstance(x, Tensor) and x.dim() in self.input_dims and x.shape[0] == 0 and self._alone():
-            y, posterior = self._forward_empty(x)
-            return plain.finish(y, residual, relu), posterior
+        joins = self._ranks.choice is not None
+        if isinstance(x, Tensor) and x.dim() in self.input_dims and (x.numel() if joins else x.shape[0]) == 0:
+            company = self._company()
+            if company is not None:
+                self._check_input_dim(x)
+                take_part_empty(x, self.statistics_batch_size, company)
+            elif x.shape[0] == 0:
+                y, posterior = self._forward_empty(x)
+                return plain.finish(y, residual, relu), posterior
         check_input(x)
         self._check_input_dim(x)
         alike = residual is None or (isinstance(residual, Tensor) and _alike(residual, x))
@@ -144,9 +160,10 @@ class GroupedNorm(TrackedNorm):
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else plain.finish)(y, residual, relu), posterior
 
-    def _alone(self) -> bool:
-        """Whether no other rank waits for what this one observes."""
-        return not self.training or self.frozen or self._ranks.group() is None
+    def _company(self) -> Company | None:
+        """The ranks that wait for what this one observes, if there are any."""
+        group = self._ranks.group() if self.training and not self.frozen else None
+        return None if group is None else Company(group, self._place)
 
     def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
         """No examples, as in a head without proposals: no statistics move, and all parameters get a gradient of 0."""
@@ -194,11 +211,11 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
-        group = self._ranks.group()
-        if group is None:
+        company = self._company()
+        if company is None:
             y, posterior = self._train_alone(x, prior, gain, residual, relu)
         else:
-            y, posterior = self._train_jointly(x, prior, gain, group)
+            y, posterior = self._train_jointly(x, prior, gain, company)
             y = plain.finish(y, residual, relu)
         return take_part(y, self._idle(prior)), posterior
 
@@ -213,11 +230,11 @@ class GroupedNorm(TrackedNorm):
         return y, posterior
 
     def _train_jointly(
-        self, x: Tensor, prior: Moments | None, gain: Tensor | None, group: dist.ProcessGroup
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, company: Company
     ) -> tuple[Tensor, Moments]:
         size = self.statistics_batch_size
         y, posterior, joint = normalize_jointly(
-            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, group=group
+            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, company=company
         )
         if self.track_running_stats and not recomputing():
             with torch.no_grad():

@@ -48,10 +48,16 @@ def train(
 
     What is a data set's own is in docs/data.md, and in RUN/recipe.json afterwards.
 
+    A folder that holds a run is refused; --resume goes on with it.
+
     Under torchrun the gradient batch is split over the ranks: torchrun --nproc-per-node 2 -m kalmannorm train …
+
+    Under torchrun, and in a job that Slurm has requeued, the same command is start and restart: if the folder holds a
+    run of the same recipe, it goes on from the last checkpoint, and a finished run is left as it is. So torchrun
+    --max-restarts 3 survives the loss of a rank. A run of another recipe is refused.
     """
     from kalmannorm.cli.progress import Bar, crowded, result_table
-    from kalmannorm.lab.records import Run
+    from kalmannorm.lab.launcher import gives_again
 
     own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
@@ -63,7 +69,7 @@ def train(
         folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.name}"
         how = Execution(**execution)
     recipe.checked()
-    finished = resume is not None and Run.read(folder).finished
+    finished = (resume is not None or gives_again()) and (folder / "result.json").is_file()
     from kalmannorm.lab.train import train as run
 
     with Bar(f"{recipe.method} {recipe.setting}", quiet=as_json) as bar:

@@ -29,5 +29,19 @@ class Average:
         assert isinstance(found, Tensor)
         return found
 
+    def of_ranks(self, fabric: Fabric) -> Tensor:
+        """Sum and count of every rank, (R, 2)."""
+        found = fabric.all_gather(self.sums.clone())
+        assert isinstance(found, Tensor)
+        return found.reshape(-1, 2)
+
+    def restore(self, of_ranks: Tensor, fabric: Fabric) -> None:
+        """Each rank takes what was its own, so that all is added up in the same order; else rank 0 takes it all."""
+        rows = of_ranks.reshape(-1, 2)
+        if len(rows) == fabric.world_size:
+            self.sums.copy_(rows[fabric.global_rank])
+        elif fabric.global_rank == 0:
+            self.sums.copy_(rows.sum(0))
+
     def reset(self) -> None:
         self.sums.zero_()

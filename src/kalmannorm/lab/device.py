@@ -19,6 +19,7 @@ from torch import distributed
 
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.fabric import DDPStrategy, Fabric
+from kalmannorm.lab.meeting import meet
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.resolve import resolve
 
@@ -57,6 +58,7 @@ def launched(recipe: Recipe, execution: Execution) -> Fabric:
         strategy = DDPStrategy(broadcast_buffers=False)
         if not distributed.is_initialized():  # a group that is already there is its maker's to part
             atexit.register(_part)
+            meet(device.type)
         fabric = Fabric(
             accelerator=device.type, strategy=strategy, devices=here, num_nodes=ranks // here, precision=precision
         )

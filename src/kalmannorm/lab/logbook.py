@@ -23,8 +23,8 @@ class Logbook:
         if folder is not None and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events that a crash left after the checkpoint are hidden from `step` on.
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
+            # Events that a crash left after the checkpoint are hidden from `step` on; without one, from the start.
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     @property
     def offset(self) -> int:

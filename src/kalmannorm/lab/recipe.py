@@ -103,6 +103,10 @@ class Recipe:
                 raise LabError(useless(name, method(self.method).title))
         return self
 
+    def differs_in(self, other: Recipe) -> str | None:
+        """The first field whose value is another in the other recipe."""
+        return next((name for name, value in self.to_json().items() if getattr(other, name) != value), None)
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

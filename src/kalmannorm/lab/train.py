@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kalmannorm.conversion import wiring
 from kalmannorm.fusion import Fusion
-from kalmannorm.lab import checkpoint, device
+from kalmannorm.lab import checkpoint, device, launcher
 from kalmannorm.lab.averages import Average
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
@@ -25,6 +25,7 @@ from kalmannorm.lab.interrupt import Signals
 from kalmannorm.lab.loading import data_of, fused, model_of, steps_of
 from kalmannorm.lab.lock import locked
 from kalmannorm.lab.logbook import Logbook, Watch
+from kalmannorm.lab.meeting import lost_ranks_told
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
 from kalmannorm.lab.origin import origin
@@ -40,6 +41,9 @@ from kalmannorm.recalibration import finish_on_population
 STATE = ("step", "optimizer", "precision", "averages", "logged", "speeds", "seconds", "log_offset")
 """What a checkpoint holds beside the weights."""
 
+PATIENCE = 60.0
+"""Seconds that a restart waits for the processes of the start before to end: launchers kill them after 30."""
+
 
 def train(
     recipe: Recipe,
@@ -52,33 +56,26 @@ def train(
     """Train a run into a folder and return its result, which is also in `folder/result.json`.
 
     `resume` goes on from the last checkpoint, or starts where there is none; a run that has a result is left as it is.
+    A launcher that gives the same command again (torchrun, a requeued Slurm job) resumes without being asked to.
     `watch` is called with every event of the log, and with "progress" a few times a second. Raises `Interrupted` after
     a SIGINT or SIGTERM, when a checkpoint has been saved, and `DivergedError` where the loss turns NaN, when the result
     has been written.
     """
     recipe, execution = recipe.checked(), (execution or Execution()).checked()
-    device.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
-    begun = (folder / "recipe.json").exists()
-    if begun and not resume:
-        if Run.read(folder).finished:
-            raise LabError(f"{folder} holds a finished run: give another --out, or delete it")
-        raise LabError(f"{folder} holds an unfinished run: go on with it by --resume {folder}, or give another --out")
-    if begun:
-        run = Run.read(folder)
-        if run.recipe != recipe:
-            raise LabError(f"{folder} holds a run of another recipe: give another --out")
-        if run.result is not None:
-            if run.result.get("diverged"):
-                raise DivergedError(
-                    f"the run in {folder} diverged at step {run.result.get('steps')}; that is its result"
-                )
-            return run.result
-    elif checkpoint.checkpoints(folder):
-        raise LabError(f"{folder} holds checkpoints of a run without its recipe.json: delete it, or give another --out")
-    with full_disks_told(folder), on_threads(execution.threads), device.determinism(recipe.deterministic):
+    _, ranks = device.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
+    resume = resume or launcher.gives_again()
+    # Several ranks look together, when no process of an earlier start can write any more: see `Training.begin`.
+    if ranks == 1 and (result := _found(recipe, folder, resume=resume)) is not None:
+        return result
+    with (
+        full_disks_told(folder),
+        lost_ranks_told(),
+        on_threads(execution.threads),
+        device.determinism(recipe.deterministic),
+    ):
         training = Training(recipe, folder, execution, watch)
         try:
-            return training.run()
+            return training.begin(resume=resume) or training.run()
         except torch.OutOfMemoryError as error:
             raise LabError(
                 f"out of memory at step {training.done}: give --micro-batch, a smaller multiple of the statistics "
@@ -88,13 +85,36 @@ def train(
             training.close()
 
 
+def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
+    """The result that is in the folder already; an error, where this run can neither start nor go on there."""
+    if not (folder / "recipe.json").exists():
+        if checkpoint.checkpoints(folder):
+            raise LabError(
+                f"{folder} holds checkpoints of a run without its recipe.json: delete it, or give another --out"
+            )
+        return None
+    run = Run.read(folder)
+    if not resume:
+        if run.finished:
+            raise LabError(f"{folder} holds a finished run: give another --out, or delete it")
+        raise LabError(f"{folder} holds an unfinished run: go on with it by --resume {folder}, or give another --out")
+    if name := recipe.differs_in(run.recipe):
+        raise LabError(
+            f"{folder} holds a run of another recipe, with {name} {getattr(run.recipe, name)} instead of "
+            f"{getattr(recipe, name)}: give another --out"
+        )
+    if run.result is not None and run.result.get("diverged"):
+        raise DivergedError(f"the run in {folder} diverged at step {run.result.get('steps')}; that is its result")
+    return run.result
+
+
 class Training:
     """A run under way; `done` optimizer steps of `steps` are behind it."""
 
     def __init__(self, recipe: Recipe, folder: Path, execution: Execution, watch: Watch | None) -> None:
-        self.recipe, self.folder, self.execution = recipe, folder, execution
+        self.recipe, self.folder, self.execution, self.watch = recipe, folder, execution, watch
         fabric = self.fabric = device.launched(recipe, execution)
-        first = fabric.global_rank == 0
+        self.first = fabric.global_rank == 0
         self.data = data_of(recipe, fabric.device, execution)
         self.per_epoch = self.data.train_size // recipe.gradient_batch
         self.steps = steps_of(recipe, self.data)
@@ -103,7 +123,7 @@ class Training:
         self.bare = model_of(recipe, self.data, fabric.device)
         if execution.fuse:
             self.bare = fused(self.bare, recipe, self.data.shape)
-            if first and watch is not None:
+            if self.first and watch is not None:
                 watch({"event": "fuse", "text": _told(self.bare, recipe)})
         model: Any = torch.compile(self.bare) if execution.compile else self.bare
         self.model, self.optimizer = fabric.setup(model, optimizer_of(self.bare, recipe))
@@ -117,20 +137,45 @@ class Training:
         if fabric.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(fabric.device)  # what it took to build the model is not training's
         self._open = ExitStack()
-        if first:
-            self._open.enter_context(locked(folder))
-        try:
-            offset = self._restore()
-            if first:
-                self._describe()
-                forget_measurements(folder)
-            self.logbook = Logbook(
-                folder if first else None, watch, step=self.done, offset=offset, tensorboard=execution.tensorboard
+
+    def begin(self, *, resume: bool) -> Record | None:
+        """Take the folder and go to where the run stands; returns the result, if the folder holds it already."""
+        result = self._take(resume)
+        if result is not None:
+            return result
+        offset = self._restore()
+        steps = self.fabric.all_gather(torch.tensor(self.done, device=self.fabric.device))
+        if len(reached := sorted(set(torch.as_tensor(steps).flatten().tolist()))) > 1:
+            raise LabError(
+                f"the ranks find other checkpoints in {self.folder}, of steps {', '.join(map(str, reached))}: give an "
+                "--out on a disk that all of them share"
             )
-            self._open.callback(self.logbook.close)
-        except BaseException:
-            self.close()
-            raise
+        if self.first:
+            self._describe()
+            forget_measurements(self.folder)
+        self.logbook = Logbook(
+            self.folder if self.first else None,
+            self.watch,
+            step=self.done,
+            offset=offset,
+            tensorboard=self.execution.tensorboard,
+        )
+        self._open.callback(self.logbook.close)
+        return None
+
+    def _take(self, resume: bool) -> Record | None:
+        """Lock the folder and look into it: rank 0 does, and all ranks get the result it finds, or the same error."""
+        found: Record | LabError | None = None
+        if self.first:
+            try:
+                self._open.enter_context(locked(self.folder, PATIENCE if launcher.gives_again() else 0))
+                found = _found(self.recipe, self.folder, resume=resume)
+            except LabError as error:
+                found = error
+        found = self.fabric.broadcast(found)
+        if isinstance(found, LabError):
+            raise found
+        return found
 
     def close(self) -> None:
         self._open.close()
@@ -273,7 +318,7 @@ class Training:
             "gains": gains(self.bare) if method(self.recipe.method).to == "kalman" else {},
             "diverged": diverged or not all(math.isfinite(found["loss"]) for found in scores.values()),
         }
-        if self.fabric.global_rank == 0:
+        if self.first:
             checkpoint.save_weights(self.folder / "model.safetensors", self.bare)
             write_json(self.folder / "result.json", result)
             checkpoint.discard(self.folder)
@@ -281,8 +326,8 @@ class Training:
         return result
 
     def _save(self) -> None:
-        averages = {name: average.joined(self.fabric) for name, average in self.averages.items()}
-        if self.fabric.global_rank == 0:
+        averages = {name: average.of_ranks(self.fabric) for name, average in self.averages.items()}
+        if self.first:
             state = {
                 "step": self.done,
                 "optimizer": self.optimizer.state_dict(),
@@ -305,8 +350,7 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         for name, sums in state["averages"].items():
-            if self.fabric.global_rank == 0:  # of all ranks
-                self.averages[name].sums.copy_(sums)
+            self.averages[name].restore(sums, self.fabric)
         self.done, self.speeds, self.stopwatch.seconds = state["step"], state["speeds"], state["seconds"]
         self.logged = state["logged"][0], state["logged"][1]
         if self.done > self.finish:
