@@ -30,7 +30,7 @@ def report(
     from kalmannorm.lab.report import summarize, write
     from kalmannorm.lab.report.collecting import collect
 
-    folder = (figures or out.with_name(f"{out.stem}-figures")) if draw else None
+    folder = (figures or out.parent / f"{out.stem}-figures") if draw else None
     write(runs, out, figures=folder)
     if as_json:
         typer.echo(

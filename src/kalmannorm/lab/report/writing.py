@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from kalmannorm.lab.records import Record, write_atomically
+from kalmannorm.lab.records import Record, usable, writable, write_atomically
 from kalmannorm.lab.report.charts import Figure
 from kalmannorm.lab.report.collecting import collect
 from kalmannorm.lab.report.comparison import Chapter, Comparison, chapters
@@ -18,6 +18,9 @@ from kalmannorm.lab.report.wiring import drawings
 
 def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None) -> Path:
     """Write the page about all runs and experiments in `folders`; each figure as PNG, SVG and CSV into `figures`."""
+    writable(output)
+    if figures is not None:
+        usable(figures)
     collected = collect(folders)
     made = content(chapters(collected), collected.damaged)
     if figures is not None:
