@@ -151,9 +151,15 @@ def test_brackets_in_names_are_no_markup(capsys, finished, tmp_path, monkeypatch
         assert run(command) == 0
         out, err = capsys.readouterr()
         assert str(folder) in out + err
-    shutil.copytree(folder, tmp_path / "cells" / "[b]")
     assert run(["data", "list", "--root", str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_report_on_a_folder_whose_name_is_not_utf8(capsys, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "runs" / os.fsdecode(b"r\xff"))
+    page = tmp_path / "page.html"
+    assert run(["report", str(tmp_path / "runs"), "--out", str(page), "--no-draw"]) == 0
+    assert "r\\udcff" in page.read_text(encoding="utf-8")
 
 
 def test_an_error_of_the_file_system_that_nobody_foresaw(capsys, tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None)
     made = content(chapters(collected), collected.damaged)
     if figures is not None:
         write_figures(made, figures)
-    write_atomically(output, page(made, _between(output, figures)).encode())
+    # The name of a folder need not be UTF-8.
+    write_atomically(output, page(made, _between(output, figures)).encode(errors="backslashreplace"))
     return output
 
 
@@ -40,7 +41,7 @@ def write_figures(made: Content, folder: Path) -> None:
     from kalmannorm.lab.report.plotting import images
 
     for figure in made.figures:
-        write_atomically(folder / f"{figure.slug}.csv", _csv(figure).encode())
+        write_atomically(folder / f"{figure.slug}.csv", _csv(figure).encode(errors="backslashreplace"))
         for name, (values, chart) in figure.images.items():
             for kind, drawn in images(chart, " · ".join([figure.title, *filter(None, values)])).items():
                 write_atomically(folder / f"{name}.{kind}", drawn)
