@@ -269,7 +269,7 @@ def test_bars_are_the_ratios_in_the_colours_of_the_report(monkeypatch):
         (["op", "--level", "net"], "unknown level 'net'"),
         (["op", "--statistics-batches", "2,all"], "give numbers of examples, or N for all, such as 2,N"),
         (["op", "--statistics-batches", "16"], "6x8x3x5 has 6 examples; give N for all"),
-        (["op", "--rounds", "1"], "at least 5"),
+        (["op", "--rounds", "1"], "from 5"),
         (["op", "--plot", "a.pdf"], "ends in .png or .svg"),
         (["inference", "--statistics-batches", "0"], "give numbers of examples"),
         (["inference", "--model", "cifar-inceptoin"], "did you mean 'cifar-inception'"),

@@ -58,7 +58,7 @@ def test_each_cell_has_a_folder_of_its_own(monkeypatch):
     [
         ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is more than the 200"),
         ({"dataset": "digits", "budget": 0.0}, "--budget must be a positive number"),
-        ({"dataset": "digits", "seeds": 0}, "--seeds must be at least 1"),
+        ({"dataset": "digits", "seeds": 0}, "--seeds must be a whole number from 1"),
         ({"dataset": "digits", "model": "nonsense"}, "unknown model 'nonsense'"),
         ({"dataset": "digitz"}, "did you mean 'digits'"),
         ({"dataset": "digits", "changes": {"precision": "half"}}, "unknown precision"),

@@ -224,7 +224,7 @@ def test_command(tmp_path, capsys):
         (["--statistics-batches", "4,3"], "does not divide the gradient batch 8"),
         (["--statistics-batches", "4,N"], "give numbers of examples, such as 32,4,2"),
         (["--model", "cifar-inceptoin"], "did you mean 'cifar-inception'"),
-        (["--rounds", "2"], "at least 5"),
+        (["--rounds", "2"], "from 5"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--precision", "fp8"], "choose float32 or bf16"),
         (["--cuda-graph"], "--cuda-graph needs a GPU"),

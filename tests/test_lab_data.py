@@ -295,9 +295,9 @@ def test_folders_that_are_no_data_set(tmp_path):
     [
         ("cifar11", {}, "did you mean 'cifar10'"),
         ("folder:", {}, "needs a path"),
-        ("digits", {"train_examples": 0}, "train_examples must be positive"),
-        ("digits", {"image_size": -1}, "image_size must be positive"),
-        ("digits", {"workers": -1}, "workers must not be negative"),
+        ("digits", {"train_examples": 0}, "--train-examples must be at least 1"),
+        ("digits", {"image_size": -1}, "--image-size must be a whole number from 1"),
+        ("digits", {"workers": -1}, "--workers must be at least 0"),
     ],
 )
 def test_mistakes(name, options, message):

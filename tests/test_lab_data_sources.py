@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import tarfile
+import tracemalloc
 import urllib.error
 from pathlib import Path
 
@@ -142,6 +143,19 @@ def test_a_data_file_cannot_run_code(root):
     with pytest.raises(DamagedDataError):
         data.load("cifar10", root=root)
     assert not (root / "harm").exists()
+
+
+def test_a_few_bytes_cannot_fill_the_memory(root):
+    """A place in the unpickler's memo: the one that is written in C makes room for all places before it."""
+    path = root / "cifar-10-batches-py" / "test_batch"
+    path.write_bytes(b"]r" + (2**26).to_bytes(4, "little") + b"." + bytes(70_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedDataError):
+            data.find("cifar10").check(root)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
 
 
 def test_cifar100_is_known_by_the_md5_of_its_files(tmp_path, arrays, monkeypatch):

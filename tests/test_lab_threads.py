@@ -47,6 +47,18 @@ def test_looking_at_a_run_computes_on_them(folder, monkeypatch, command, target)
     assert found == [3] and torch.get_num_threads() == 1
 
 
+def test_timed_steps_run_on_them(tmp_path, monkeypatch):
+    found = []
+
+    def measure(*_, **__):
+        found.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kalmannorm.lab.experiments.speed.time_steps", measure)
+    assert run(["reproduce", "speed", "--dataset", "digits", "--threads", "3", "--out", str(tmp_path)]) == 130
+    assert found == [3]
+
+
 def test_workers_compute_on_them():
     assert seats("cpu", 2, 3) == [Seat("cpu", 3)] * 2
     assert all(seat.threads >= 1 for seat in seats("cpu", 64))

@@ -18,7 +18,7 @@ from kalmannorm.cli.export import export
 from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
-from kalmannorm.cli.usage import UsageError, line
+from kalmannorm.cli.usage import UsageError, check_words, line
 from kalmannorm.lab.errors import LabError
 
 app = typer.Typer(
@@ -63,6 +63,7 @@ def everything(
 def run(arguments: list[str] | None = None) -> int:
     """The exit status of a command line; 2 and one line on stderr for what the user can mend."""
     try:
+        check_words(sys.argv[1:] if arguments is None else arguments)
         status = app(arguments, prog_name="kalmannorm", standalone_mode=False)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -70,6 +71,14 @@ def run(arguments: list[str] | None = None) -> int:
         return _told(line(error), 2)
     except LabError as error:
         return _told(str(error), error.status)
+    except OSError as error:  # where a file system fails in a way that nobody foresaw
+        return _told(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        from kalmannorm.lab.memory import ran_out
+
+        if not ran_out(error):
+            raise
+        return _told("out of memory: give smaller batches or images, or another --device", 2)
     if status == 130:  # typer's own, after a Ctrl-C that no command took up
         return _told("interrupted", 130)
     return status if isinstance(status, int) else 0

@@ -31,9 +31,10 @@ def ready(device: str, threads: int | None, output: Path | None, plot: Path | No
     import torch
 
     from kalmannorm.lab.bench.output import check_paths
-    from kalmannorm.lab.resolve import resolve
+    from kalmannorm.lab.resolve import check_threads, resolve
 
     check_paths(output, plot)
+    check_threads(threads)
     if threads is not None:
         torch.set_num_threads(threads)
     found = resolve(device)

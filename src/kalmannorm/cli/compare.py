@@ -57,6 +57,7 @@ def compare(
     The same command again keeps what is finished and goes on with the rest, so it may be interrupted at any time.
     """
     from kalmannorm.lab.cells import grid
+    from kalmannorm.lab.cells import seeds as first_seeds
     from kalmannorm.lab.methods import method
     from kalmannorm.lab.presets import preset
     from kalmannorm.lab.setting import Setting
@@ -70,7 +71,7 @@ def compare(
     for change in changes:
         if not any(method(name).takes(change) for name in names):
             raise LabError(useless(change, "any of these methods"))
-    cells = grid(recipe, names, chosen, range(seeds), changes)
+    cells = grid(recipe, names, chosen, first_seeds(seeds), changes)
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
     analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]
     run_and_show(cells, folder, execution, jobs=jobs, analyse=analysed, as_json=as_json)

@@ -97,6 +97,7 @@ def _show(records: list[dict[str, Any]], root: Path | None, as_json: bool) -> No
         typer.echo(json.dumps(records, indent=1))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from kalmannorm.lab.data.files import data_root
@@ -112,14 +113,14 @@ def _show(records: list[dict[str, Any]], root: Path | None, as_json: bool) -> No
         sizes = ["?" if record[key] is None else f"{record[key]:,}" for key in ("classes", "train_size", "test_size")]
         side, state = record["image_size"], record["state"]
         table.add_row(
-            record["name"],
+            escape(record["name"]),
             sizes[0],
             f"{side}×{side}",
             *sizes[1:],
             f"[{colours[state]}]{state}[/]",
-            (record["where"] or "scikit-learn").replace(f"{root}/", ""),
+            escape((record["where"] or "scikit-learn").replace(f"{root}/", "")),
         )
     console = Console()
     console.print(table)
     if any(record["where"] and Path(record["where"]).is_relative_to(root) for record in records):
-        console.print(f"Folders are in {root}", soft_wrap=True, highlight=False)
+        console.print(f"Folders are in {root}", soft_wrap=True, highlight=False, markup=False)

@@ -29,11 +29,12 @@ def demo(
     """
     from kalmannorm.cli.compare import run_and_show
     from kalmannorm.lab.cells import grid
+    from kalmannorm.lab.cells import seeds as first_seeds
     from kalmannorm.lab.presets import preset
     from kalmannorm.lab.recipe import Execution
     from kalmannorm.lab.setting import Setting
 
-    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], range(seeds), CHANGES)
+    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], first_seeds(seeds), CHANGES)
     analysed = [name for name, cell in cells if (cell.method, cell.statistics_batch) in ANALYSED and cell.seed == 0]
     # A net this small is as fast on a core as on a GPU, and most machines have more cores.
     execution = Execution(device="cpu", tensorboard=False)

@@ -42,13 +42,14 @@ def evaluate(
     from kalmannorm.lab.evaluate import recalibrated
     from kalmannorm.lab.loading import load_run
     from kalmannorm.lab.methods import method
-    from kalmannorm.lab.records import write_json
+    from kalmannorm.lab.records import writable, write_json
     from kalmannorm.lab.report.naming import row_name
     from kalmannorm.lab.report.wording import counted
     from kalmannorm.lab.resolve import on_threads
 
     with on_threads(threads):
         loaded = load_run(run, device=device, data_root=data_root)
+        writable(run / "evaluation.json")
         recipe = loaded.run.recipe
         chosen = [mode.strip() for mode in modes.split(",")] if modes else None
         scores = scores_of(loaded.model, loaded.data, recipe, modes=chosen, batch=batch)

@@ -59,7 +59,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def crowded() -> str | None:
@@ -94,5 +94,6 @@ def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
         f"{counted(result['steps'], 'step')} in {result['seconds']:.1f} s, {speed:.0f} images/s, "
         f"{result['parameters']:,} parameters; in {folder}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )

@@ -30,7 +30,7 @@ def report(
     from kalmannorm.lab.report.collecting import collect
     from kalmannorm.lab.report.writing import summarize_collected, write_collected
 
-    folder = (figures or out.with_name(f"{out.stem}-figures")) if draw else None
+    folder = (figures or out.parent / f"{out.stem}-figures") if draw else None
     collected = collect(runs)
     write_collected(collected, out, figures=folder, tell=lambda line: typer.echo(f"kalmannorm: {line}", err=True))
     if as_json:

@@ -94,7 +94,8 @@ def _rounds(shown: bool) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task("timing steps", total=None)
         yield lambda done, rounds: progress.update(task, completed=done, total=rounds)
 
@@ -122,5 +123,5 @@ def _show(record: Record, page: Path | None) -> None:
         # Not as the table's title, which would be broken to the width of the table.
         console.print(Text(f"\n{content['title']}", style="italic"), table, content["note"])
     for note in record["notes"]:
-        console.print(f"- {note}")
-    console.print(f"The page: {page}", soft_wrap=True)
+        console.print(f"- {note}", markup=False)
+    console.print(f"The page: {page}", markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
-from kalmannorm.lab.errors import FullDiskError, LabError, useless
+from kalmannorm.lab.errors import FullDiskError, LabError, option, useless
 from kalmannorm.lab.recipe import Execution, Recipe
 
 
@@ -110,7 +110,7 @@ def _resumed(folder: Path, given: list[str]) -> Recipe:
     from kalmannorm.lab.records import Run
 
     if given:
-        options = ", ".join("--" + name.replace("_", "-").removesuffix("-epochs") for name in given)
+        options = ", ".join(map(option, given))
         raise LabError(f"--resume goes on with the recipe of {folder}: leave out {options}")
     return Run.read(folder).recipe
 

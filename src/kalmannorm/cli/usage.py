@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from collections.abc import Sequence
+
 import typer
 
-from kalmannorm.lab.errors import nearest
+from kalmannorm.lab.errors import LabError, nearest
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of whichever click typer runs on, its own copy or the package."""
+LONGEST = 4096
+"""Characters of a word: no path is longer."""
 SYNONYMS = {"--batch-size": "--setting"}
 """What other programs call an option that has no similar name here."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise at what no option takes, and what would go wrong far from here: a line, a page or a file name is text."""
+    for before, word in zip(["", *words], words, strict=False):
+        attached = re.match(r"--?[\w-]+=", word)
+        value = word[attached.end() :] if attached else word
+        option = attached[0][:-1] if attached else before if before.startswith("-") else ""
+        fault = _fault(value)
+        if fault:
+            raise LabError(f"{option or 'an argument'} {fault}")
+
+
+def _fault(word: str) -> str | None:
+    if not word:
+        return "is empty: leave it out, or give it a value"
+    if len(word) > LONGEST:
+        return f"has {len(word):,} characters, and {LONGEST:,} are the most"
+    kinds = {unicodedata.category(letter) for letter in word}
+    if "Cs" in kinds:
+        return f"is not UTF-8: {word!a}"
+    if "Cc" in kinds:
+        return f"holds a control character: {word!a}"
+    return None
 
 
 def line(error: Exception) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from kalmannorm.lab.analysis.gap import LayerGap, overall, variance_gap
 from kalmannorm.lab.analysis.layers import LayerStatistics, layer_statistics
-from kalmannorm.lab.records import Record, write_json
+from kalmannorm.lab.bounds import at_least
+from kalmannorm.lab.records import Record, writable, write_json
 
 __all__ = ["Analysis", "LayerGap", "LayerStatistics", "analyse", "layer_statistics", "variance_gap"]
 
@@ -71,15 +72,20 @@ def analyse(
     """
     from kalmannorm.lab.loading import load_run
 
+    at_least(1).check("batches", batches)
+    if max_groups is not None:
+        at_least(1).check("max_groups", max_groups)
     loaded = load_run(folder, device=device, data_root=data_root, workers=workers)
     recipe, data = loaded.run.recipe, loaded.data
+    writable(folder / "analysis" / "layers.json")
     training = data.train_batches(recipe.gradient_batch, seed=recipe.seed, epoch=0, augment=recipe.augment)
+    batches = min(batches, data.train_size // recipe.gradient_batch)
     layers = layer_statistics(loaded.model, (images for images, _ in itertools.islice(training, batches)))
     gaps = variance_gap(
         loaded.model, data, recipe.statistics_batch, batch=max(recipe.gradient_batch, 256), max_groups=max_groups
     )
     found = Analysis(layers, gaps, loaded.step, loaded.steps)
-    seen = min(batches, data.train_size // recipe.gradient_batch) * recipe.gradient_batch
+    seen = batches * recipe.gradient_batch
     write_json(
         folder / "analysis" / "layers.json",
         {"layers": [layer.to_json() for layer in layers], "examples": seen, "step": loaded.step},

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kalmannorm.lab.bounds import whole
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.presets import at_setting, changed
@@ -19,6 +20,12 @@ from kalmannorm.lab.setting import Setting
 
 Cell = tuple[str, Recipe]
 """The name of a run's folder, and the run."""
+
+
+def seeds(count: int) -> range:
+    """0, 1, …: so many, or an error where nobody can mean that."""
+    whole(1, 1000).check("seeds", count)
+    return range(count)
 
 
 def grid(

@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from kalmannorm.lab import cells as table
+from kalmannorm.lab import fitting
 from kalmannorm.lab.cells import Cell
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.live import say, screen
 from kalmannorm.lab.origin import command
 from kalmannorm.lab.pool import Outcome, perform, seats
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, Run
+from kalmannorm.lab.records import Record, Run, usable
 from kalmannorm.lab.report.wording import counted, listed
 from kalmannorm.lab.worker import Task, Watch
 
@@ -70,7 +71,10 @@ def run_cells(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise LabError("many runs are spread over the GPUs without torchrun: start the command by itself")
-    cells = table.checked(cells)
+    cells, execution = table.checked(cells), execution.checked()
+    for _, recipe in cells:
+        fitting.checked(recipe, execution)
+    usable(folder)
     todo = [
         (name, recipe)
         for name, recipe in cells

@@ -17,35 +17,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.fabric import DDPStrategy, Fabric
+from kalmannorm.lab.fitting import checked
 from kalmannorm.lab.meeting import meet
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.resolve import resolve
 
 # float64 is plain here: the model and the data are float64, and Fabric's own double precision would round the logits.
 _PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "float64": "32-true"}
-
-
-def checked(recipe: Recipe, execution: Execution) -> tuple[torch.device, int]:
-    """The device and the number of ranks, or the error that says why this recipe cannot run on them."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    if recipe.gradient_batch % ranks or (recipe.gradient_batch // ranks) % recipe.statistics_batch:
-        raise LabError(
-            f"setting {recipe.setting} does not split over {ranks} ranks: each needs whole groups of "
-            f"{recipe.statistics_batch}; start fewer ranks"
-        )
-    device = resolve(execution.device)
-    if recipe.precision == "fp16" and device.type == "cpu":
-        raise LabError("--precision fp16 needs a GPU; a CPU has bf16")
-    if execution.cuda_graph and (ranks > 1 or device.type != "cuda" or recipe.precision == "fp16"):
-        raise LabError("--cuda-graph needs one GPU, one rank and a precision other than fp16")
-    if execution.micro_batch is not None and execution.micro_batch % recipe.statistics_batch:
-        raise LabError(
-            f"--micro-batch {execution.micro_batch} must hold whole groups: a multiple of the statistics batch "
-            f"{recipe.statistics_batch}"
-        )
-    return device, ranks
 
 
 def launched(recipe: Recipe, execution: Execution) -> Fabric:

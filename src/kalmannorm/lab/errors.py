@@ -42,9 +42,18 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")
 
 
+_TYPED = {"warmup_epochs": "--warmup", "width": "width"}
+"""Fields of a recipe whose option has another name; the width has no option."""
+
+
+def option(name: str) -> str:
+    """How a field of a recipe or an execution is given on the command line."""
+    return _TYPED.get(name) or f"--{name.replace('_', '-')}"
+
+
 def useless(name: str, who: str) -> str:
     """The line that says that a field of a recipe does nothing for a method."""
-    return f"--{name.replace('_', '-')} does nothing for {who}: leave it out, or choose another method"
+    return f"{option(name)} does nothing for {who}: leave it out, or choose another method"
 
 
 def nearest(given: str, known: Iterable[str]) -> list[str]:

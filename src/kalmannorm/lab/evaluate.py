@@ -16,6 +16,7 @@ from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.recipe import Recipe
+from kalmannorm.lab.setting import MOST_EXAMPLES
 from kalmannorm.population import norms, set_inference
 from kalmannorm.recalibration import recalibrate
 
@@ -46,8 +47,11 @@ def evaluate(
     that is more than a call; without it, it runs in the precision of the recipe. Of `batch` inference, whose groups are
     of m test examples, the last test_size % m examples are left out.
     """
-    if batch is not None and (batch < 1 or batch % recipe.statistics_batch):
-        raise LabError(f"--batch {batch} must be a positive multiple of the statistics batch {recipe.statistics_batch}")
+    if batch is not None and (not 1 <= batch <= MOST_EXAMPLES or batch % recipe.statistics_batch):
+        raise LabError(
+            f"--batch {batch} must be a positive multiple of the statistics batch {recipe.statistics_batch}, "
+            f"at most {MOST_EXAMPLES:,}"
+        )
     forward = wrapped or in_precision(model, recipe)
     chosen = list(modes or method(recipe.method).modes)
     unknown = [mode for mode in chosen if mode not in method(recipe.method).modes]

@@ -28,7 +28,7 @@ from kalmannorm.deploy import fold, freeze_priors
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.loading import Loaded, load_run, model_of
 from kalmannorm.lab.methods import method
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.records import Record, writable
 from kalmannorm.norm import BatchKalmanNorm
 from kalmannorm.population import norms, set_inference
 
@@ -91,8 +91,9 @@ def export(
 def _check_output(output: Path, inference: str) -> None:
     if output.suffix not in FORMATS:
         raise LabError(f"{output}: the name says what to write and must end in {', '.join(FORMATS)}")
-    if not output.absolute().parent.is_dir():
+    if not os.path.isdir(output.absolute().parent):
         raise LabError(f"{output}: there is no folder {output.parent}")
+    writable(output)
     if output.suffix == ".safetensors" and inference != "population":
         raise LabError(
             f"a .safetensors file holds weights alone, too little for {inference} inference: give .onnx or .pt2"

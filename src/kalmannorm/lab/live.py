@@ -31,8 +31,9 @@ class Screen(Listener):
         self.folder = folder
         places = {name: place for place, (name, _) in enumerate(cells)}
         self.worked_on = [self.progress.cells[places[name]] for name, _ in todo]
+        waiting = {name for name, _ in todo}
         for cell in self.progress.cells:
-            if all(cell is not other for other in self.worked_on):
+            if cell.name not in waiting:
                 self._take_result(cell)
         self.kept = self.progress.over
 

@@ -13,6 +13,7 @@ from kalmannorm.lab import checkpoint, data, models
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.evaluate import prepared
+from kalmannorm.lab.memory import check_fits
 from kalmannorm.lab.methods import method, normalized
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run
@@ -51,6 +52,8 @@ def data_of(recipe: Recipe, device: torch.device, execution: Execution) -> Data:
             f"a gradient batch of {recipe.gradient_batch} is more than the {found.train_size} training images of "
             f"{recipe.dataset}; give a smaller setting or another --dataset"
         )
+    images = f"{recipe.gradient_batch:,} images of {found.shape[1]}×{found.shape[2]}"
+    check_fits(images, (recipe.gradient_batch, *found.shape), 4, "give a smaller --image-size or --setting")
     return found
 
 

@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.bounds import whole
 from kalmannorm.lab.records import Record
-from kalmannorm.lab.resolve import resolve
+from kalmannorm.lab.resolve import check_threads, cores, most_at_once, resolve
 from kalmannorm.lab.worker import Task, serve
 
 TICK = 0.2
@@ -66,17 +66,17 @@ def seats(device: str, jobs: int | None, threads: int | None = None) -> list[Sea
     `jobs` is another number of workers: they share the GPUs, or the cores, as evenly as can be. `threads` is another
     number of threads for each of them.
     """
-    if jobs is not None and jobs < 1:
-        raise LabError(f"--jobs must be at least 1, got {jobs}")
+    if jobs is not None:
+        whole(1, most_at_once()).check("jobs", jobs)
+    check_threads(threads)
     resolve(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = [device]
     if device in ("auto", "cuda") and torch.cuda.is_available():
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     elif device == "auto":
         devices = ["cpu"]
-    count = jobs or (cores if devices == ["cpu"] else len(devices))
-    return [Seat(devices[index % len(devices)], threads or max(1, cores // count)) for index in range(count)]
+    count = jobs or (cores() if devices == ["cpu"] else len(devices))
+    return [Seat(devices[index % len(devices)], threads or max(1, cores() // count)) for index in range(count)]
 
 
 class _Worker:

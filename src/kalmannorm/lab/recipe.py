@@ -5,19 +5,39 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kalmannorm.lab.bounds import IMAGE_SIZE, INSIDE, SHARE, Bounds, at_least, positive, up_to, whole
 from kalmannorm.lab.errors import LabError, one_of, useless
 from kalmannorm.lab.methods import method
+from kalmannorm.lab.resolve import check_threads
 from kalmannorm.lab.setting import Setting
 
 Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["cosine", "linear", "step", "constant"]
 Precision = Literal["float32", "bf16", "fp16", "float64"]
+
+BOUNDS: dict[str, Bounds] = {
+    "epochs": positive(1e6),
+    # An optimizer hands both to float32, AdamW their product and ten times the rate.
+    "learning_rate": positive(1e30),
+    "weight_decay": up_to(1e6),
+    "momentum": SHARE,
+    "warmup_epochs": up_to(1e6),
+    "label_smoothing": SHARE,
+    "image_size": IMAGE_SIZE,
+    "width": positive(64.0),
+    "gain": INSIDE,
+    "train_examples": at_least(1),
+    "test_examples": at_least(1),
+    "evaluate_every": up_to(1e6),
+    "finish_epochs": up_to(1e6),
+    "seed": whole(-(2**63), 2**63 - 1),
+}
+"""Of every number in a recipe but the setting, which has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,22 +102,11 @@ class Recipe:
         method(self.method)
         for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
             one_of(name, getattr(self, name), get_args(choices))
-        for name in ("epochs", "learning_rate", "width"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise LabError(f"{name} must be a positive number, got {getattr(self, name)}")
-        for name in ("weight_decay", "warmup_epochs", "evaluate_every", "finish_epochs"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise LabError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
-        for name in ("momentum", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise LabError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)}")
-        for name in ("train_examples", "test_examples", "image_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise LabError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, bounds in BOUNDS.items():
+            if getattr(self, name) is not None:
+                bounds.check(name, getattr(self, name))
         if self.warmup_epochs + self.finish_epochs > self.epochs:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
-        if self.gain is not None and not 0 < self.gain < 1:
-            raise LabError(f"gain must lie between 0 and 1, got {self.gain}")
         for name in ("gain", "finish_epochs"):
             if getattr(self, name) and not method(self.method).takes(name):
                 raise LabError(useless(name, method(self.method).title))
@@ -119,7 +128,7 @@ class Recipe:
         for field in dataclasses.fields(cls):
             if field.name in values and not _possible(str(field.type), values[field.name]):
                 raise LabError(f"this recipe is damaged: {field.name} cannot be {reprlib.repr(values[field.name])}")
-        return cls(**values)
+        return cls(**values).checked()
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -162,9 +171,9 @@ class Execution:
     tensorboard: bool = True
 
     def checked(self) -> Execution:
-        for name in ("threads", "micro_batch", "save_every", "log_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise LabError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.workers < 0:
-            raise LabError(f"--workers must be at least 0, got {self.workers}")
+        check_threads(self.threads)
+        for name in ("micro_batch", "save_every", "log_every"):
+            if getattr(self, name) is not None:
+                at_least(1).check(name, getattr(self, name))
+        at_least(0).check("workers", self.workers)
         return self

@@ -35,9 +35,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says of a full disk, or of a user's full share of it."""
 
 
+def _partial(path: Path) -> Path:
+    """What a file is written as until it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The new content, whole, or the old one: a crash or a full disk leaves no half-written file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
@@ -53,15 +58,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def writable(path: Path) -> None:
-    """Raise before the work, not after it, where a file cannot be."""
-    if path.is_dir():
-        raise LabError(f"{path} is a folder: name a file")
+    """Raise before the work, not after it, where a file cannot be written: found by trying."""
     try:
+        if path.is_dir():
+            raise LabError(f"{path} is a folder: name a file")
+        if path.exists() and not path.is_file():  # a device or a pipe, which a rename would replace
+            raise LabError(f"{path} is no regular file: name another")
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
     except OSError as error:
         raise _disk_error(path, error) from error
-    if not os.access(path.parent, os.W_OK):
-        raise LabError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def usable(folder: Path) -> None:
+    """Raise before the work where no file can be written into a folder; one that is not there is not made."""
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    except OSError as error:
+        raise LabError(f"cannot write to {folder}: {error.strerror or error}") from error
+    if not there.is_dir():
+        raise LabError(f"cannot write to {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise LabError(f"cannot write to {folder}: no permission in {there}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -254,7 +274,8 @@ _NO_ANALYSIS = "delete it, and analyse the run again"
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    inside = sorted(path.parent for path in folder.rglob("recipe.json"))
+    # A comparison, or a folder of comparisons; all that lies in a home folder would take minutes.
+    inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/recipe.json"))
     if not inside:
         return f"{folder} is not a run: it holds no recipe.json"
     count = "one" if len(inside) == 1 else f"{len(inside)} of them"

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from kalmannorm.lab.errors import LabError
 
+MOST_EXAMPLES = 1_000_000
+"""Of a batch of any kind."""
+
 
 class Setting(NamedTuple):
     """(256, 4): an optimizer step sees 256 examples, and groups of 4 neighbours share their statistics."""
@@ -17,15 +20,15 @@ class Setting(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Setting:
         """From "128,2", "(128, 2)" or "128x2"; the statistics batch must divide the gradient batch."""
-        found = re.fullmatch(r"\(?\s*(\d+)\s*[,x/]\s*(\d+)\s*\)?", text.strip())
+        found = re.fullmatch(r"\(?\s*(\d{1,20})\s*[,x/]\s*(\d{1,20})\s*\)?", text.strip())
         if found is None:
             raise LabError(f"setting {text!r} is not understood: give gradient and statistics batch, such as 128,2")
         return cls(int(found[1]), int(found[2])).checked()
 
     def checked(self) -> Setting:
         gradient, statistics = self
-        if gradient < 1 or statistics < 1:
-            raise LabError(f"setting {self} must hold positive numbers")
+        if not (1 <= gradient <= MOST_EXAMPLES and 1 <= statistics <= MOST_EXAMPLES):
+            raise LabError(f"setting {self} must hold positive numbers of at most {MOST_EXAMPLES:,}")
         if gradient % statistics:
             smaller = next(m for m in range(min(statistics, gradient), 0, -1) if gradient % m == 0)
             larger = -(-gradient // statistics) * statistics

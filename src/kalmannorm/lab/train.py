@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kalmannorm.conversion import wiring
 from kalmannorm.fusion import Fusion
-from kalmannorm.lab import checkpoint, device, launcher
+from kalmannorm.lab import checkpoint, device, fitting, launcher, memory
 from kalmannorm.lab.averages import Average
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
@@ -30,7 +30,15 @@ from kalmannorm.lab.methods import method
 from kalmannorm.lab.optimizing import learning_rate, optimizer_of, set_learning_rate
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, Run, forget_measurements, full_disks_told, write_atomically, write_json
+from kalmannorm.lab.records import (
+    Record,
+    Run,
+    forget_measurements,
+    full_disks_told,
+    usable,
+    write_atomically,
+    write_json,
+)
 from kalmannorm.lab.resolve import on_threads
 from kalmannorm.lab.step import Step
 from kalmannorm.lab.stopwatch import Stopwatch
@@ -62,7 +70,8 @@ def train(
     has been written.
     """
     recipe, execution = recipe.checked(), (execution or Execution()).checked()
-    _, ranks = device.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
+    _, ranks = fitting.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
+    usable(folder)
     resume = resume or launcher.gives_again()
     # Several ranks look together, when no process of an earlier start can write any more: see `Training.begin`.
     if ranks == 1 and (result := _found(recipe, folder, resume=resume)) is not None:
@@ -76,7 +85,9 @@ def train(
         training = Training(recipe, folder, execution, watch)
         try:
             return training.begin(resume=resume) or training.run()
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not memory.ran_out(error):
+                raise
             raise LabError(
                 f"out of memory at step {training.done}: give --micro-batch, a smaller multiple of the statistics "
                 f"batch {recipe.statistics_batch}"

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from kalmannorm.lab import memory
 from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.records import Record
 
@@ -85,8 +86,8 @@ def _perform(task: Task, connection: Connection, device: str, output: Path) -> t
 
 
 def _explained(error: Exception, path: Path) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the GPU's memory is too small: try fewer --jobs, or a --micro-batch"
+    if memory.ran_out(error):
+        return "the memory is too small: try fewer --jobs, or a --micro-batch"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'} (all of it in {path})"
 

@@ -30,6 +30,7 @@ from kalmannorm.lab.bench.timing import Call
 from kalmannorm.lab.bench.truth import check
 from kalmannorm.lab.bench.turns import Watch
 from kalmannorm.lab.errors import LabError, one_of
+from kalmannorm.lab.memory import check_fits
 from kalmannorm.lab.records import Record
 
 Shape = tuple[int, int, int, int]
@@ -79,10 +80,11 @@ def spelled(shape: Sequence[int]) -> str:
 
 
 def parse_shape(text: str) -> Shape:
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text.strip())
-    if found is None or "0" in found.groups():
+    found = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})x(\d{1,9})", text.strip())
+    if found is None or not all(map(int, found.groups())):
         raise LabError(f"--shape {text!r} is not understood: give examples, channels, height, width: 32x256x56x56")
     examples, channels, height, width = map(int, found.groups())
+    check_fits(f"numbers of --shape {text}", (examples, channels, height, width), 4, "give a smaller one")
     return examples, channels, height, width
 
 
@@ -91,7 +93,7 @@ def parse_batches(text: str, shape: Shape) -> tuple[int, ...]:
     sizes = []
     for word in text.split(","):
         word = word.strip()
-        if not (word == "N" or (word.isdecimal() and int(word) > 0)):
+        if not (word == "N" or (re.fullmatch(r"\d{1,20}", word) and int(word) > 0)):
             raise LabError(f"--statistics-batches {text!r}: give numbers of examples, or N for all, such as 2,N")
         size = shape[0] if word == "N" else int(word)
         if size > shape[0]:

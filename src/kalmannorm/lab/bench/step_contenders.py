@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from kalmannorm.fusion import fuse
 from kalmannorm.lab import models
+from kalmannorm.lab.bounds import IMAGE_SIZE
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.memory import check_fits
 from kalmannorm.lab.methods import method, normalized
 from kalmannorm.lab.optimizing import optimizer_of
 from kalmannorm.lab.peak import peak_bytes
@@ -111,6 +113,11 @@ class Case:
             raise LabError(f"--precision {self.precision!r}: choose float32 or bf16")
         if self.cuda_graph and self.device.type != "cuda":
             raise LabError("--cuda-graph needs a GPU; leave it out on a CPU")
+        Setting(self.gradient_batch, self.gradient_batch).checked()
+        if self.image_size is not None:
+            IMAGE_SIZE.check("image_size", self.image_size)
+        what = f"{self.gradient_batch:,} images of {self.shape[1]}×{self.shape[2]}"
+        check_fits(what, (self.gradient_batch, *self.shape), 4, "give fewer, or a smaller --image-size")
         return self
 
 

@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.bounds import whole
 
 WARMUP = 2
-LEAST = 5
+ROUNDS = whole(5, 10_000)
+"""Fewer have no median and spread worth the name."""
 
 Watch = Callable[[str], None]
 """Hears what is being done."""
@@ -28,8 +29,7 @@ class Seconds(NamedTuple):
 
 
 def check_rounds(rounds: int) -> None:
-    if rounds < LEAST:
-        raise LabError(f"--rounds {rounds}: at least {LEAST} are needed for a median and its spread")
+    ROUNDS.check("rounds", rounds)
 
 
 def take_turns(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from kalmannorm.lab.bounds import IMAGE_SIZE, at_least
 from kalmannorm.lab.data.catalogue import find, names
 from kalmannorm.lab.data.files import data_root
 from kalmannorm.lab.data.protocol import Batch, Data
 from kalmannorm.lab.data.source import Options
-from kalmannorm.lab.errors import LabError
 
 __all__ = ["Batch", "Data", "data_root", "find", "load", "names"]
 
@@ -37,14 +37,13 @@ def load(
         workers: processes that read an image folder; their number changes nothing but the speed.
         seed: chooses those examples. Runs that are compared must share it; it is not the seed of a training.
     """
-    for option, value in (
-        ("image_size", image_size),
-        ("train_examples", train_examples),
-        ("test_examples", test_examples),
+    for option, bounds, value in (
+        ("image_size", IMAGE_SIZE, image_size),
+        ("train_examples", at_least(1), train_examples),
+        ("test_examples", at_least(1), test_examples),
+        ("workers", at_least(0), workers),
     ):
-        if value is not None and value < 1:
-            raise LabError(f"{option} must be positive, got {value}")
-    if workers < 0:
-        raise LabError(f"workers must not be negative, got {workers}")
+        if value is not None:
+            bounds.check(option, value)
     options = Options(torch.device(device), image_size, train_examples, test_examples, workers, seed)
     return find(name).load(data_root(root), options)

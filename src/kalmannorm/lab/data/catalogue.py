@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kalmannorm.lab.data.cifar import CIFAR10, CIFAR100
 from kalmannorm.lab.data.digits import Digits
+from kalmannorm.lab.data.files import at_home
 from kalmannorm.lab.data.folder import PREFIX, ImageFolders
 from kalmannorm.lab.data.source import Source
 from kalmannorm.lab.data.tiny_imagenet import TinyImageNet
@@ -26,5 +25,5 @@ def find(name: str) -> Source:
         path = name.removeprefix(PREFIX)
         if not path:
             raise LabError("folder: needs a path, as in folder:/data/flowers, with train/ and val/ in it")
-        return ImageFolders(name, Path(path).expanduser())
+        return ImageFolders(name, at_home(path))
     return SOURCES[one_of("dataset", name, [*SOURCES, f"{PREFIX}PATH"])]

@@ -156,8 +156,11 @@ def content_digest(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> str:
     return found.hexdigest()
 
 
-class _Unpickler(pickle.Unpickler):
-    """Arrays and plain values only: a data file must not be able to run code."""
+class _Unpickler(pickle._Unpickler):
+    """Arrays and plain values only: a data file must not be able to run code.
+
+    The one that is written in Python: a few bytes can make the other one fill all memory.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "numpy" and name in ("ndarray", "dtype"):

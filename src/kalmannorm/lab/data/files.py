@@ -31,10 +31,15 @@ class OutOfReachError(LabError):
 def data_root(given: Path | None = None) -> Path:
     """The folder of all data sets: the one given, else $KALMANNORM_DATA, else kalmannorm in the user's cache."""
     if given is not None:
-        return given.expanduser()
+        return at_home(given)
     if chosen := os.environ.get("KALMANNORM_DATA"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kalmannorm"
+        return at_home(chosen)
+    return at_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kalmannorm"
+
+
+def at_home(path: str | Path) -> Path:
+    """With ~ for the user's home; of a user that is not known it stays as it is."""
+    return Path(os.path.expanduser(path))
 
 
 def remedy(name: str, root: Path) -> str:
@@ -59,6 +64,9 @@ def arriving(target: Path) -> Iterator[Path]:
     folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"cannot write to {target.parent} ({error.strerror or error}): choose another --root") from error
+    try:
         yield folder
         _swap(folder / target.name, target, folder / "replaced")
     except OSError as error:

@@ -94,10 +94,38 @@ class ImageFolders:
         return files.subset(torch.randperm(len(files), generator=generator("files", part)))
 
     def _files(self, root: Path, part: str) -> tuple[list[str], list[int]]:
-        from torchvision.datasets import ImageFolder
+        paths: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(self._class_names(root)):
+            folder = self.where(root) / part / name
+            found = images_in(folder)
+            if not found:
+                raise MissingDataError(f"{folder} holds no images: put some there, or take the class away")
+            paths += found
+            labels += [label] * len(found)
+        return paths, labels
 
-        try:
-            found = ImageFolder(os.fspath(self.where(root) / part)).samples
-        except FileNotFoundError as error:  # a class without any image
-            raise MissingDataError(str(error).splitlines()[0]) from None
-        return [path for path, _ in found], [label for _, label in found]
+
+def images_in(folder: Path) -> list[str]:
+    """Files named as images are, at any depth, in the order in which torchvision's `ImageFolder` has them.
+
+    Links are followed, but no folder is entered twice, nor one that this one lies in: links may lead back.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    met = {_identity(parent) for parent in folder.absolute().parents}
+    found: list[tuple[str, list[str]]] = []
+    for home, folders, files in os.walk(folder, followlinks=True):
+        own = _identity(home)
+        if own in met:
+            folders.clear()
+            continue
+        met.add(own)
+        folders.sort()
+        found.append((home, sorted(name for name in files if name.lower().endswith(IMG_EXTENSIONS))))
+    return [os.path.join(home, name) for home, names in sorted(found) for name in names]
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino

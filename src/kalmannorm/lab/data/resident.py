@@ -13,6 +13,7 @@ from kalmannorm.lab.data.protocol import Batch
 from kalmannorm.lab.data.randomness import epoch_order, generator, stratified
 from kalmannorm.lab.data.sharing import batch_count, share, spans
 from kalmannorm.lab.data.source import Options, Source
+from kalmannorm.lab.memory import check_fits
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,20 @@ class Resident:
         """As many examples, as large, as the options say; the padding grows with the images."""
         assert source.classes is not None
         size = options.image_size
+        train, test = (
+            split.subset(count, options.seed)
+            for split, count in ((train, options.train_examples), (test, options.test_examples))
+        )
+        if size is not None:
+            shape = (len(train.labels) + len(test.labels), train.images.shape[1], size, size)
+            what = f"{shape[0]:,} images of {size}×{size}"
+            remedy = "give a smaller --image-size, or fewer --train-examples"
+            check_fits(what, shape, train.images.element_size(), remedy)
         return cls(
             source.name,
             source.classes,
-            train.subset(options.train_examples, options.seed).resized(size),
-            test.subset(options.test_examples, options.seed).resized(size),
+            train.resized(size),
+            test.resized(size),
             mean=mean,
             std=std,
             padding=round(padding * size / train.images.shape[2]) if size else padding,

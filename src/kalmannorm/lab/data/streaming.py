@@ -86,6 +86,22 @@ def _leave_interrupts_to_the_main_process(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def _read(loader: DataLoader[Any]) -> Iterator[Batch | LabError]:
+    """Its batches; a worker that died is told of in one line."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            reason = str(error).splitlines()[0]
+            raise LabError(f"{reason}: if memory was short, give fewer --workers or a smaller --image-size") from error
+        yield batch
+
+
 class Streaming:
     """A data set in files.
 
@@ -146,7 +162,7 @@ class Streaming:
             worker_init_fn=_leave_interrupts_to_the_main_process,
             generator=torch.Generator(),  # the loader would draw from the global one
         )
-        for batch in loader:
+        for batch in _read(loader):
             if isinstance(batch, LabError):
                 raise batch
             images, labels = (part.to(self.device, non_blocking=True) for part in batch)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kalmannorm.lab.bounds import positive
+from kalmannorm.lab.cells import seeds as first_seeds
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
@@ -26,6 +27,8 @@ MODELS: dict[str, dict[Role, str]] = {
     "imagenet": _IMAGENET,
 }
 """Which net plays which role on which data set; an image folder is taken for ImageNet."""
+BUDGET = positive(1000)
+"""1 is the full length."""
 EVALUATIONS = 20
 """At least so many in a training, for curves and for the steps to an accuracy."""
 
@@ -77,13 +80,10 @@ class Plan:
 
 def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
     """Every cell, checked against the data before anything runs."""
-    if not 0 < wanted.budget < math.inf:
-        raise LabError(f"--budget must be a positive number, got {wanted.budget}: 1 is the full length, 0.1 a tenth")
-    if wanted.seeds is not None and wanted.seeds < 1:
-        raise LabError(f"--seeds must be at least 1, got {wanted.seeds}")
+    BUDGET.check("budget", wanted.budget)
     datasets = [wanted.dataset] if wanted.dataset else list(experiment.datasets)
     real = "imagenet" in datasets or any(name.startswith(FOLDER) for name in datasets)
-    seeds = wanted.seeds or (1 if real else 3)
+    seeds = len(first_seeds((1 if real else 3) if wanted.seeds is None else wanted.seeds))
     cells: list[Cell] = []
     stand_in = False
     for dataset in datasets:

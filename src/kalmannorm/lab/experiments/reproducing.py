@@ -23,9 +23,10 @@ from kalmannorm.lab.experiments.widths import TOLERANCE
 from kalmannorm.lab.live import say
 from kalmannorm.lab.origin import origin
 from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, write_json
+from kalmannorm.lab.records import Record, usable, write_json
 from kalmannorm.lab.report.trained import caveats
 from kalmannorm.lab.report.wording import counted
+from kalmannorm.lab.resolve import on_threads
 
 Runner = Callable[..., Sequence[Any]]
 """`kalmannorm.lab.compare.run_cells`, or what stands in for it in a test."""
@@ -59,14 +60,16 @@ def reproduce(
     Finished cells of the same recipe are kept and unfinished ones go on; `resume` insists that there are some. `watch`
     is told of the rounds where steps are timed.
     """
-    execution = execution or Execution()
+    execution = (execution or Execution()).checked()
     folder = folder or default_folder(experiment, wanted)
+    usable(folder)
     if resume and not any(folder.glob("*/recipe.json")):
         raise LabError(f"there is nothing to go on with in {folder}: leave out --resume, or give the right --out")
     chosen = plan(experiment, wanted, execution)
     failure: FailedCellsError | None = None
     if experiment.timed:
-        timings = speed.time_steps(chosen, execution, watch)
+        with on_threads(execution.threads):
+            timings = speed.time_steps(chosen, execution, watch)
         record = _record(chosen, {}, [speed.speed_table(chosen, timings)])
         record["timings"] = timings
     else:

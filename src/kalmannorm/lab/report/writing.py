@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kalmannorm.lab.records import Record, write_atomically
+from kalmannorm.lab.records import Record, usable, writable, write_atomically
 from kalmannorm.lab.report import svg
 from kalmannorm.lab.report.charts import Figure
 from kalmannorm.lab.report.collecting import Collected, collect
@@ -30,10 +30,14 @@ def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None,
 def write_collected(
     collected: Collected, output: Path, *, figures: Path | None = None, tell: Tell | None = None
 ) -> Path:
+    writable(output)
+    if figures is not None:
+        usable(figures)
     made = content(chapters(collected), collected.damaged)
     if figures is not None:
         write_figures(made, figures)
-    write_atomically(output, page(made, _between(output, figures)).encode())
+    # The name of a folder need not be UTF-8.
+    write_atomically(output, page(made, _between(output, figures)).encode(errors="backslashreplace"))
     if tell is not None:
         for broken in collected.damaged:
             tell(str(broken))
@@ -51,7 +55,7 @@ def write_figures(made: Content, folder: Path) -> None:
     from kalmannorm.lab.report.plotting import images
 
     for figure in made.figures:
-        write_atomically(folder / f"{figure.slug}.csv", _csv(figure).encode())
+        write_atomically(folder / f"{figure.slug}.csv", _csv(figure).encode(errors="backslashreplace"))
         for name, (values, chart) in figure.images.items():
             for kind, drawn in images(chart, " · ".join([figure.title, *filter(None, values)])).items():
                 write_atomically(folder / f"{name}.{kind}", drawn)

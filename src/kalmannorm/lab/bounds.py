@@ -1,0 +1,51 @@
+"""What numbers an option may be given: checked before any work, and told in words that name the option as it is typed.
+
+Bounds are wide: they keep out what no run can mean, or what the code that computes with it cannot hold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from kalmannorm.lab.errors import LabError, option
+
+
+class Bounds(NamedTuple):
+    """From `least` to `most`, both included; `words` say so."""
+
+    least: float
+    most: float
+    words: str
+
+    def check(self, name: str, value: float) -> None:
+        """NaN lies within no bounds."""
+        if not self.least <= value <= self.most:
+            raise LabError(f"{option(name)} must be {self.words}, got {value}")
+
+
+def _shown(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def positive(most: float) -> Bounds:
+    return Bounds(math.ulp(0.0), most, f"a positive number of at most {_shown(most)}")
+
+
+def up_to(most: float) -> Bounds:
+    return Bounds(0.0, most, f"a number from 0 to {_shown(most)}")
+
+
+def whole(least: int, most: int) -> Bounds:
+    return Bounds(least, most, f"a whole number from {_shown(least)} to {_shown(most)}")
+
+
+def at_least(least: int) -> Bounds:
+    return Bounds(least, math.inf, f"at least {least}")
+
+
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+SHARE = Bounds(0.0, _BELOW_ONE, "at least 0 and less than 1")
+INSIDE = Bounds(math.ulp(0.0), _BELOW_ONE, "a number between 0 and 1")
+IMAGE_SIZE = whole(1, 8192)
+"""Pixels of a side. A square of so many has fewer than an image file may have: see `data.decoding`."""
