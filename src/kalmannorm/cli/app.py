@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated
 
 import typer
@@ -19,7 +17,7 @@ from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
 from kalmannorm.cli.usage import UsageError, line
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import LabError, tell
 
 app = typer.Typer(
     name="kalmannorm",
@@ -76,6 +74,6 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _told(text: str, status: int) -> int:
-    if text and os.environ.get("RANK", "0") == "0":  # once, not once per rank
-        print(f"kalmannorm: {text}", file=sys.stderr)
+    if text:
+        tell(text)
     return status

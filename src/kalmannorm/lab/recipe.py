@@ -111,9 +111,7 @@ class Recipe:
         unknown = sorted(set(values) - known)
         if unknown:
             raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
-        for field in dataclasses.fields(cls):
-            if field.name in values and type(values[field.name]) not in _KINDS.get(str(field.type), (str,)):
-                raise LabError(f"this recipe is damaged: {field.name} cannot be {values[field.name]!r}")
+        _check_kinds(cls, values, "recipe")
         return cls(**values)
 
 
@@ -123,8 +121,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "float": (float, int),
     "float | None": (float, int, type(None)),
+    "Path | None": (str, type(None)),
 }
-"""What a field's annotation allows; of all others, a word."""
+"""What a field's annotation allows in JSON; of all others, a word."""
+
+
+def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
+    for field in dataclasses.fields(cls):
+        if field.name in values and type(values[field.name]) not in _KINDS.get(str(field.type), (str,)):
+            raise LabError(f"this {what} is damaged: {field.name} cannot be {values[field.name]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +162,13 @@ class Execution:
         if self.workers < 0:
             raise LabError(f"--workers must be at least 0, got {self.workers}")
         return self
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Execution:
+        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        _check_kinds(cls, kept, "execution")
+        if kept.get("data_root") is not None:
+            kept["data_root"] = Path(kept["data_root"])
+        return cls(**kept).checked()
