@@ -17,7 +17,7 @@ from lightning_fabric.plugins.precision import Precision
 from kalmannorm.cli.app import run
 from kalmannorm.lab import checkpoint, manifest
 from kalmannorm.lab.errors import DamagedError, LabError
-from kalmannorm.lab.loading import data_of, model_of
+from kalmannorm.lab.loading import data_of, load_run, model_of
 from kalmannorm.lab.optimizing import optimizer_of
 from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import Run, find_runs
@@ -123,10 +123,11 @@ def test_damaged_weights_of_a_finished_run(capsys, finished, tmp_path, command):
     assert line.endswith(
         f"delete it and result.json and train the run again with: kalmannorm train --resume {folder}\n"
     )
-    for name in ("model.safetensors", "result.json"):
-        (folder / name).unlink()
-    train(TINY, folder, PLAIN, resume=True)
-    assert numbers(folder) == numbers(finished)
+    if command == "train":  # do as it says
+        for name in ("model.safetensors", "result.json"):
+            (folder / name).unlink()
+        train(TINY, folder, PLAIN, resume=True)
+        assert numbers(folder) == numbers(finished)
 
 
 @pytest.mark.parametrize("name", ["recipe.json", "result.json", "log.jsonl"])
@@ -140,6 +141,14 @@ def test_a_digit_of_a_record(finished, tmp_path, name):
         [(found.result, found.events()) for found in find_runs(tmp_path)]
     (folder / "manifest.json").unlink()  # as the message says, where it was done on purpose
     assert [(found.result, found.events()) for found in find_runs(tmp_path)]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "model.safetensors"])
+def test_a_lost_file_of_a_finished_run(capsys, finished, tmp_path, name):
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / name).unlink()
+    with pytest.raises(DamagedError, match=f"{name} is damaged .No such file or directory.: restore it"):
+        Run.read(folder).events() if name == "log.jsonl" else load_run(folder, device="cpu")
 
 
 def test_a_damaged_manifest_of_a_run(capsys, finished, tmp_path):

@@ -100,7 +100,7 @@ def load_run(
     weights = folder / "model.safetensors"
     steps = steps_of(run.recipe, found)
     step = steps if run.result is None else int(run.result.get("steps", steps))  # a diverged run ends sooner
-    if weights.is_file():
+    if weights.is_file() or run.finished:
         checkpoint.load_weights(weights, model, run.remedy("it and result.json"))
     else:
         step = checkpoint.newest(folder, lambda saved: _load(saved, model)) or 0

@@ -244,9 +244,10 @@ class Run:
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
         path = self.folder / "log.jsonl"
-        content = b""
-        if path.is_file():
-            content = manifest.verified(self.folder, path.name) if self.finished else path.read_bytes()
+        if self.finished and path.name in manifest.entries(self.folder):
+            content = manifest.verified(self.folder, path.name)
+        else:
+            content = path.read_bytes() if path.is_file() else b""
         lines = content.splitlines()
         found = []
         for number, line in enumerate(lines):
