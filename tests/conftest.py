@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from lab_runs import among_few_objects
+
 torch.set_num_threads(1)
+
+LABS = ("test_lab_", "test_formats")
+"""Modules of tests that build most models inside themselves."""
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_labs(request: pytest.FixtureRequest) -> Iterator[None]:
+    with among_few_objects() if request.module.__name__.startswith(LABS) else nullcontext():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -13,6 +16,20 @@ import torch
 from kalmannorm.lab.records import Run
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+@contextlib.contextmanager
+def among_few_objects() -> Iterator[None]:
+    """`convert` looks at every object of the process: it takes a tenth of the time where those of today are frozen.
+
+    For models that the lab builds inside, which share no tensor with what was there before.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def launcher(ranks: int) -> list[str]:

@@ -274,19 +274,6 @@ def test_a_log_that_cannot_be_opened(tmp_path):
         Log(tmp_path / "log.jsonl")
 
 
-@pytest.mark.parametrize("error", [KeyError(174812789), KeyError("storages"), EOFError(), ValueError("unpickling")])
-def test_damage_is_explained_in_words(capsys, unfinished, monkeypatch, error):
-    """The unpickler's own exceptions may be a number, a name, or nothing."""
-
-    def load(*_, **__):
-        raise error
-
-    monkeypatch.setattr(torch, "load", load)
-    assert "resume.pt is damaged (it does not hold what was saved): delete" in said(
-        capsys, "train", "--resume", str(unfinished)
-    )
-
-
 def test_a_damaged_run_is_named_in_the_terminal_too(capsys, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "good")
     shutil.copytree(finished, tmp_path / "bad")

@@ -6,13 +6,14 @@ float32 buffers under half-precision models. How a group is normalized is no con
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm.checkpoints import fill_from_batchnorm
@@ -20,6 +21,7 @@ from kalmannorm.functional import transformed
 from kalmannorm.kernels.dispatch import on_device_of, tracking_for
 from kalmannorm.kernels.move import Kind, Move
 from kalmannorm.moments import Moments
+from kalmannorm.pickles import check_complete, check_known
 from kalmannorm.statistics import Groups, Pending, groups_of, hastened, moved, values_seen
 
 SKIPPED_WARNING = (
@@ -31,6 +33,9 @@ SKIPPED_WARNING = (
 class TrackedNorm(_NormBase):
     """Base of `GroupedNorm`: its statistics, which move once for every training forward."""
 
+    _version = 100
+    """Of a norm in state dicts, by torch's mechanism, and in pickles: raise it when either changes, and upgrade older
+    ones where they are loaded. Torch's own batch norms, and ours before they had a version, have 2."""
     inference_modes: tuple[str, ...] = ()
     total_variance: bool
     observation_momentum: float
@@ -211,12 +216,36 @@ class TrackedNorm(_NormBase):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         for name in ("_pending", "_arrived"):
             state.pop(name, None)
-        return state
+        return {**state, "_version": self._version}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_known(self, state.get("_version", 0), self._version)
+        super().__setstate__({name: value for name, value in state.items() if name != "_version"})  # type: ignore[no-untyped-call]
+        kind: Any = type(self)
+        check_complete(self, _attributes(kind))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.skipped()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        version, errors = local_metadata.get("version") or 0, args[-1]
+        if version > self._version:
+            errors.append(
+                f"{prefix.removesuffix('.')!r} was saved with version {version} of its norm, and this kalmannorm knows "
+                f"versions up to {self._version}: update kalmannorm."
+            )
+            return
         fill_from_batchnorm(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@functools.cache
+def _attributes(kind: Any) -> frozenset[str]:
+    """What every norm of a class holds, if the class is ours; else what its nearest base that is ours holds."""
+    own: Any = next(base for base in kind.__mro__ if base.__module__.startswith("kalmannorm."))
+    example = own(1)
+    names = {*vars(example), *example._parameters, *example._buffers, *example._modules}
+    return frozenset(names - vars(nn.Module()).keys())

@@ -18,6 +18,7 @@ from kalmannorm.functional import transformed
 from kalmannorm.kernels.dispatch import on_device_of, predicting_for
 from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
+from kalmannorm.pickles import check_complete
 
 TRANSITIONS = ("learned", "identity", "weights")
 
@@ -57,6 +58,10 @@ class LearnedTransition(nn.Module):
             self.noise = nn.Parameter(torch.ones((), **options))  # type: ignore[arg-type]
         elif isinstance(noise, nn.Parameter):
             self.noise = noise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        check_complete(self, ("prior_features", "rank", "_lender"))
 
     def _reset_matrix(self) -> None:
         if self.rank is None:

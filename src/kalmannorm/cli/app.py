@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -19,7 +18,7 @@ from kalmannorm.cli.report import report
 from kalmannorm.cli.reproduce import reproduce
 from kalmannorm.cli.train import train
 from kalmannorm.cli.usage import UsageError, check_words, line
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import LabError, tell
 
 app = typer.Typer(
     name="kalmannorm",
@@ -85,6 +84,6 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _told(text: str, status: int) -> int:
-    if text and os.environ.get("RANK", "0") == "0":  # once, not once per rank
-        print(f"kalmannorm: {text}", file=sys.stderr)
+    if text:
+        tell(text)
     return status

@@ -119,7 +119,4 @@ def _saved_execution(folder: Path) -> dict[str, Any]:
     """How it ran before, but for the device, which may be another now."""
     from kalmannorm.lab.records import Run
 
-    saved = Run.read(folder).record.get("execution", {})
-    known = {field.name for field in dataclasses.fields(Execution)} - {"device"}
-    kept = {name: value for name, value in saved.items() if name in known and value is not None}
-    return {name: Path(value) if name == "data_root" else value for name, value in kept.items()}
+    return {name: value for name, value in vars(Run.read(folder).execution).items() if name != "device"}

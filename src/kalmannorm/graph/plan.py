@@ -16,6 +16,7 @@ from kalmannorm.graph.program import Parameter, Posterior, Program
 from kalmannorm.graph.reader import Unknown
 from kalmannorm.graph.records import FROM_NUMBERS, UNSEEN
 from kalmannorm.graph.trace import NoInputError, Trace, trace
+from kalmannorm.pickles import Complete
 
 Transition = Literal["weights", "learned"]
 NEVER_RAN = "never ran in the example"
@@ -23,7 +24,7 @@ FIRST = "no norm before it"
 
 
 @dataclass
-class CallPlan:
+class CallPlan(Complete):
     """One call of a norm: who feeds it, and the step that gives its prior."""
 
     identity: int
@@ -38,7 +39,7 @@ class CallPlan:
 
 
 @dataclass
-class NormPlan:
+class NormPlan(Complete):
     name: str
     channels: int
     rank: int | None = None
@@ -48,7 +49,7 @@ class NormPlan:
 
 
 @dataclass
-class Plan:
+class Plan(Complete):
     program: Program
     norms: dict[str, NormPlan]
     transition: Transition

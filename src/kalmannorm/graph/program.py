@@ -18,6 +18,7 @@ from kalmannorm import moments as algebra
 from kalmannorm.graph.trace import Ref
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
+from kalmannorm.pickles import Complete
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Context:
 
 
 @dataclass
-class Step:
+class Step(Complete):
     """One step; `inputs` are indices of earlier steps, whose results it gets."""
 
     inputs: tuple[int, ...] = ()
@@ -281,7 +282,7 @@ class Softmax(Step):
 
 
 @dataclass
-class Program:
+class Program(Complete):
     """All steps of a model's plan."""
 
     steps: list[Step] = field(default_factory=list)

@@ -25,6 +25,7 @@ from kalmannorm.graph.segment import Segment, recompute_id, segments
 from kalmannorm.graph.together import Results, Together
 from kalmannorm.kernels.move import Move
 from kalmannorm.moments import Moments, closed
+from kalmannorm.pickles import Complete, check_complete
 
 
 class Relay:
@@ -56,6 +57,7 @@ class Relay:
         self.__dict__.update(state)
         self.state = State()
         self.together, self.tables = {}, {}
+        check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
 
     def enter(self, whole: bool, part: nn.Module) -> None:
         """A forward begins: of the whole model, or of a part that was called by itself."""
@@ -267,7 +269,7 @@ class Relay:
 
 
 @dataclass
-class Wire:
+class Wire(Complete):
     """One norm's end of the relay. `calls` are its calls in the trace; each has a target step and its sources."""
 
     relay: Relay
@@ -301,7 +303,7 @@ class Wire:
 
 
 @dataclass
-class Begin:
+class Begin(Complete):
     """A forward pre-hook; an object, not a closure, so that the model can be pickled."""
 
     relay: Relay
@@ -312,7 +314,7 @@ class Begin:
 
 
 @dataclass
-class End:
+class End(Complete):
     """A forward hook, called also when the forward fails."""
 
     relay: Relay

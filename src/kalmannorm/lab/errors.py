@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 
 class LabError(Exception):
@@ -19,6 +23,21 @@ class FullDiskError(LabError):
         super().__init__(f"{problem}: free some, then run the same command again")
         self.problem = problem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,)
+
+
+class DamagedError(LabError):
+    """A file is not what was written; `problem` says which and what was found, without what to do about it."""
+
+    def __init__(self, path: Path, found: str, remedy: str) -> None:
+        self.problem, self.found = f"{path} is damaged ({found})", found
+        super().__init__(f"{self.problem}: {remedy}")
+        self._given = path, found, remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._given  # ranks send errors to each other
+
 
 class DivergedError(LabError):
     """The loss is no longer a number; what was finished before is kept."""
@@ -30,6 +49,12 @@ class Interrupted(LabError):  # noqa: N818 - no mistake of anyone's
     """A run was asked to stop by a signal, and can go on from the checkpoint that it saved."""
 
     status = 130
+
+
+def tell(text: str) -> None:
+    """One line on stderr; once, not once per rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kalmannorm: {text}", file=sys.stderr)
 
 
 def one_of(what: str, given: str, choices: Iterable[str]) -> str:

@@ -103,11 +103,16 @@ def load_run(
     weights = folder / "model.safetensors"
     steps = steps_of(run.recipe, found)
     step = steps if run.result is None else int(run.result.get("steps", steps))  # a diverged run ends sooner
-    if not weights.is_file():
-        saved = checkpoint.checkpoints(folder)
-        if not saved:
+    if weights.is_file() or run.finished:
+        checkpoint.load_weights(weights, model, run.remedy("it and result.json"))
+    else:
+        step = checkpoint.newest(folder, lambda saved: _load(saved, model)) or 0
+        if not step:
             raise LabError(f"{folder} holds no weights yet: kalmannorm train --resume {folder}")
-        weights = saved[-1] / "model.safetensors"
-        step = checkpoint.step_of(saved[-1])
-    checkpoint.load_weights(weights, model)
     return Loaded(run, model.eval(), found, where, step, steps)
+
+
+def _load(saved: Path, model: nn.Module) -> int:
+    """Into the model the weights of a checkpoint, whose step is returned."""
+    checkpoint.load_weights(saved / "model.safetensors", model)
+    return checkpoint.step_of(saved)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kalmannorm.lab.manifest import Entry
 from kalmannorm.lab.records import Log, Record
 
 Watch = Callable[[Record], None]
@@ -26,9 +27,10 @@ class Logbook:
             # Events that a crash left after the checkpoint are hidden from `step` on; without one, from the start.
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
-    @property
-    def offset(self) -> int:
-        return self.log.offset if self.log is not None else 0
+    def written(self) -> Entry:
+        """Size and digest of the log so far, on rank 0, which has one."""
+        assert self.log is not None
+        return self.log.written()
 
     def write(self, event: str, step: int, **values: Any) -> None:
         if self.log is None:

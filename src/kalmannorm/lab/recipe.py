@@ -125,9 +125,7 @@ class Recipe:
         unknown = sorted(set(values) - known)
         if unknown:
             raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
-        for field in dataclasses.fields(cls):
-            if field.name in values and not _possible(str(field.type), values[field.name]):
-                raise LabError(f"this recipe is damaged: {field.name} cannot be {reprlib.repr(values[field.name])}")
+        _check_kinds(cls, values, "recipe")
         return cls(**values).checked()
 
 
@@ -137,8 +135,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "float": (float, int),
     "float | None": (float, int, type(None)),
+    "Path | None": (str, type(None)),
 }
-"""What a field's annotation allows; of all others, a word."""
+"""What a field's annotation allows in JSON; of all others, a word."""
+
+
+def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
+    for field in dataclasses.fields(cls):
+        if field.name in values and not _possible(str(field.type), values[field.name]):
+            raise LabError(f"this {what} is damaged: {field.name} cannot be {reprlib.repr(values[field.name])}")
 
 
 def _possible(annotation: str, value: Any) -> bool:
@@ -177,3 +182,13 @@ class Execution:
                 at_least(1).check(name, getattr(self, name))
         at_least(0).check("workers", self.workers)
         return self
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Execution:
+        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        _check_kinds(cls, kept, "execution")
+        if kept.get("data_root") is not None:
+            kept["data_root"] = Path(kept["data_root"])
+        return cls(**kept).checked()

@@ -1,12 +1,14 @@
 """What a run leaves behind, and how it is read again. Every file is written whole or not at all.
 
-    RUN/recipe.json        {"recipe": …, "execution": …, "origin": …}; a folder that holds one is a run
+    RUN/recipe.json        {"format": …, "recipe": …, "execution": …, "origin": …}; a folder that holds one is a run
     RUN/log.jsonl          one event per line, see `Log`
     RUN/result.json        at the end: accuracies in each way of inference, speed, memory, gains
     RUN/wiring.svg         for BKN: what feeds every norm
     RUN/analysis/*.json    what `kalmannorm analyse` measured
     RUN/evaluation.json    what `kalmannorm evaluate` measured, and at which step
-    RUN/checkpoint/        model.safetensors and resume.pt, see `checkpoint.py`
+    RUN/checkpoint/        model.safetensors, resume.pt and their digests, see `checkpoint.py`
+    RUN/model.safetensors  at the end: the weights
+    RUN/manifest.json      digests of recipe.json and, at the end, of log, result and weights, see `manifest.py`
     RUN/tensorboard/       event files
 
 A comparison is a folder of runs; an experiment is one with an `experiment.json` beside them.
@@ -16,18 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from kalmannorm.lab import shapes
-from kalmannorm.lab.errors import FullDiskError, LabError
-from kalmannorm.lab.recipe import Recipe
+from kalmannorm.lab import manifest, shapes
+from kalmannorm.lab.errors import DamagedError, FullDiskError, LabError
+from kalmannorm.lab.formats import FORMAT, upgraded
+from kalmannorm.lab.recipe import Execution, Recipe
 
 Record = dict[str, Any]
 
@@ -113,8 +117,29 @@ def full_disks_told(folder: Path) -> Iterator[None]:
         raise
 
 
+def write_protected(
+    folder: Path, contents: Mapping[str, bytes], others: Mapping[str, manifest.Entry] | None = None
+) -> None:
+    """Files with their digests, and the digests of `others` that are there already.
+
+    The manifest comes first, then the files in the order given: whatever a crash leaves is absent or verified.
+    """
+    try:
+        known = manifest.entries(folder)
+    except DamagedError:  # what it said of other files is lost, and that must not cost what is written now
+        known = {}
+    fresh = {name: manifest.entry(content) for name, content in contents.items()}
+    write_atomically(folder / manifest.NAME, manifest.written({**known, **(others or {}), **fresh}))
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
+
+
 def write_json(path: Path, record: Record | list[Any]) -> None:
-    write_atomically(path, (json.dumps(_plain(record), indent=1, allow_nan=False) + "\n").encode())
+    write_atomically(path, as_json(record))
+
+
+def as_json(record: Record | list[Any]) -> bytes:
+    return (json.dumps(_plain(record), indent=1, allow_nan=False) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:
@@ -128,22 +153,21 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def read_json(path: Path, remedy: str = "delete its folder and run it again") -> Record:
+def read_json(path: Path, remedy: str | None = None) -> Record:
+    """The record in a file, verified where it has a digest; `remedy` is what to do where it is damaged."""
+    if not path.exists():
+        raise LabError(f"there is no {path}")
+    content = manifest.verified(path.parent, path.name, remedy)
+    remedy = remedy or "delete its folder and run it again"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LabError(f"there is no {path}") from None
+        record = json.loads(content)
     except RecursionError:
-        raise _damaged(path, "nested too deeply", remedy) from None
-    except (OSError, ValueError) as error:  # no UTF-8, no JSON, or a number of thousands of digits
-        raise _damaged(path, str(error), remedy) from None
+        raise DamagedError(path, "nested too deeply", remedy) from None
+    except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
+        raise DamagedError(path, str(error), remedy) from None
     if not isinstance(record, dict):
-        raise _damaged(path, "no JSON object", remedy)
+        raise DamagedError(path, "no JSON object", remedy)
     return record
-
-
-def _damaged(path: Path, problem: str, remedy: str) -> LabError:
-    return LabError(f"{path} is damaged ({problem}): {remedy}")
 
 
 class Log:
@@ -165,18 +189,24 @@ class Log:
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b", buffering=0)
         except OSError as error:
             raise _disk_error(path, error) from error
-        self._file.truncate(min(offset, path.stat().st_size))
-        self._file.seek(0, os.SEEK_END)
+        self._digest = hashlib.sha256(self._file.read(offset))
+        self._file.truncate()
 
     def write(self, event: str, **values: Any) -> None:
+        line = (json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n").encode()
         try:
-            self._file.write((json.dumps(_plain({"event": event, **values}), allow_nan=False) + "\n").encode())
+            self._file.write(line)
         except OSError as error:
             raise _disk_error(self.path, error) from error
+        self._digest.update(line)
 
-    @property
-    def offset(self) -> int:
-        return self._file.tell()
+    def written(self) -> manifest.Entry:
+        """What a checkpoint knows the log by: size and digest of the events so far, which are then on the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _disk_error(self.path, error) from error
+        return {"bytes": self._file.tell(), "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
         self._file.close()
@@ -195,14 +225,23 @@ class Run:
     def read(cls, folder: Path) -> Run:
         if not (folder / "recipe.json").is_file():
             raise LabError(_no_run(folder))
-        record = read_json(folder / "recipe.json")
-        if not isinstance(record.get("recipe"), dict) or not isinstance(record.get("execution", {}), dict):
-            raise LabError(f"{folder / 'recipe.json'} is damaged (no recipe): delete its folder and run it again")
+        path = folder / "recipe.json"
+        record = upgraded(read_json(path), path, (_recipe_from_format_0,))
+        if not isinstance(record.get("recipe"), dict) or not isinstance(record.get("execution"), dict):
+            raise DamagedError(path, "no recipe", "delete its folder and run it again")
         try:
             recipe = Recipe.from_json(record["recipe"]).checked()
         except LabError as error:
-            raise LabError(f"{folder / 'recipe.json'}: {error}") from None
+            raise LabError(f"{path}: {error}") from None
         return cls(folder, recipe, record)
+
+    @property
+    def execution(self) -> Execution:
+        """How it ran."""
+        try:
+            return Execution.from_json(self.record["execution"])
+        except LabError as error:
+            raise LabError(f"{self.folder / 'recipe.json'}: {error}") from None
 
     @property
     def finished(self) -> bool:
@@ -213,35 +252,47 @@ class Run:
         """What it came to; None while it runs."""
         result, wrong = self.result_in_part()
         if wrong:
-            raise _damaged(self.folder / "result.json", wrong[0], _NO_RESULT)
+            raise DamagedError(self.folder / "result.json", wrong[0], self.remedy("it"))
         return result
 
     def result_in_part(self) -> tuple[Record | None, list[str]]:
         """The parts of the result that can be read, and what is wrong with the others."""
         if not self.finished:
             return None, []
-        path, wrong = self.folder / "result.json", list[str]()
-        result = read_json(path, _NO_RESULT)
+        path, remedy, wrong = self.folder / "result.json", self.remedy("it"), list[str]()
+        result = read_json(path, remedy)
         if not isinstance(result.get("accuracy"), dict):
-            raise _damaged(path, "no accuracy", _NO_RESULT)
+            raise DamagedError(path, "no accuracy", remedy)
         if not isinstance(result.get("diverged", False), bool):
-            raise _damaged(path, "diverged is neither true nor false", _NO_RESULT)
+            raise DamagedError(path, "diverged is neither true nor false", remedy)
         return {"diverged": False} | shapes.RESULT(result, "", wrong), wrong
+
+    def remedy(self, files: str) -> str:
+        """What to do where the end of a run is damaged."""
+        again = f"kalmannorm train --resume {self.folder}"
+        return f"restore it from a copy, or delete {files} and train the run again with: {again}"
 
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
         found, wrong = self.events_in_part()
         if wrong:
-            raise _damaged(self.folder / "log.jsonl", wrong[0], "delete its folder and run it again")
+            raise DamagedError(self.folder / "log.jsonl", wrong[0], "delete its folder and run it again")
         return [event for event in found if kind is None or event["event"] == kind]
 
     def events_in_part(self) -> tuple[list[Record], list[str]]:
         """The events that can be read, and what is wrong with the other lines."""
         path = self.folder / "log.jsonl"
         try:
-            lines = path.read_bytes().splitlines() if path.is_file() else []
+            # The digest of a log that still grows is in the newest checkpoint.
+            known = self.finished and path.name in manifest.entries(self.folder)
+            content = manifest.verified(self.folder, path.name) if known else path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        except DamagedError as error:
+            return [], [error.found]
         except OSError as error:
             return [], [error.strerror or str(error)]
+        lines = content.splitlines()
         found: list[Record] = []
         wrong: list[str] = []
         for number, line in enumerate(lines):
@@ -267,8 +318,17 @@ class Run:
         return None if record is None else shapes.ANALYSES[name](record, "", wrong), wrong
 
 
-_NO_RESULT = "delete it, and resume the run"
 _NO_ANALYSIS = "delete it, and analyse the run again"
+
+
+def describe(folder: Path, recipe: Recipe, execution: Record, origin: Record) -> None:
+    """Write recipe.json, which makes a folder a run."""
+    record = {"format": FORMAT, "recipe": recipe.to_json(), "execution": execution, "origin": origin}
+    write_protected(folder, {"recipe.json": as_json(record)})
+
+
+def _recipe_from_format_0(record: Record) -> Record:
+    return {"execution": {}, "origin": {}, **record}
 
 
 def _no_run(folder: Path) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kalmannorm.conversion import wiring
 from kalmannorm.fusion import Fusion
-from kalmannorm.lab import checkpoint, device, fitting, launcher, memory
+from kalmannorm.lab import checkpoint, device, fitting, launcher, manifest, memory
 from kalmannorm.lab.averages import Average
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.evaluate import Scores, evaluate, evaluation_batch, prepared
@@ -33,21 +33,21 @@ from kalmannorm.lab.recipe import Execution, Recipe
 from kalmannorm.lab.records import (
     Record,
     Run,
+    as_json,
+    describe,
     forget_measurements,
     full_disks_told,
     usable,
     write_atomically,
-    write_json,
+    write_protected,
 )
 from kalmannorm.lab.resolve import on_threads
+from kalmannorm.lab.resuming import resumable
 from kalmannorm.lab.step import Step
 from kalmannorm.lab.stopwatch import Stopwatch
 from kalmannorm.optimization import gains
 from kalmannorm.population import freeze_statistics
 from kalmannorm.recalibration import finish_on_population
-
-STATE = ("step", "optimizer", "precision", "averages", "logged", "speeds", "seconds", "log_offset")
-"""What a checkpoint holds beside the weights."""
 
 PATIENCE = 60.0
 """Seconds that a restart waits for the processes of the start before to end: launchers kill them after 30."""
@@ -114,9 +114,12 @@ def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
             f"{folder} holds a run of another recipe, with {name} {getattr(run.recipe, name)} instead of "
             f"{getattr(recipe, name)}: give another --out"
         )
-    if run.result is not None and run.result.get("diverged"):
-        raise DivergedError(f"the run in {folder} diverged at step {run.result.get('steps')}; that is its result")
-    return run.result
+    result = run.result
+    if result is not None and (folder / "model.safetensors").is_file():
+        manifest.verified(folder, "model.safetensors", run.remedy("it and result.json"))
+    if result is not None and result.get("diverged"):
+        raise DivergedError(f"the run in {folder} diverged at step {result.get('steps')}; that is its result")
+    return result
 
 
 class Training:
@@ -203,9 +206,7 @@ class Training:
         if not (self.folder / "recipe.json").is_file():
             ran = {**vars(self.execution), "ranks": self.fabric.world_size, "device": str(self.fabric.device)}
             about = origin("lightning-fabric", "torchmetrics", "torchvision")
-            write_json(
-                self.folder / "recipe.json", {"recipe": self.recipe.to_json(), "execution": ran, "origin": about}
-            )
+            describe(self.folder, self.recipe, ran, about)
         if method(self.recipe.method).to == "kalman":
             write_atomically(self.folder / "wiring.svg", wiring(self.bare).svg().encode())
 
@@ -330,8 +331,8 @@ class Training:
             "diverged": diverged or not all(math.isfinite(found["loss"]) for found in scores.values()),
         }
         if self.first:
-            checkpoint.save_weights(self.folder / "model.safetensors", self.bare)
-            write_json(self.folder / "result.json", result)
+            end = {"model.safetensors": checkpoint.weights(self.bare), "result.json": as_json(result)}
+            write_protected(self.folder, end, {"log.jsonl": self.logbook.written()})
             checkpoint.discard(self.folder)
         self.fabric.barrier()
         return result
@@ -347,26 +348,28 @@ class Training:
                 "logged": list(self.logged),
                 "speeds": self.speeds,
                 "seconds": self.stopwatch.seconds,
-                "log_offset": self.logbook.offset,
+                "log": self.logbook.written(),
             }
             checkpoint.save(self.folder, self.done, self.bare, state)
         self.fabric.barrier()
 
     def _restore(self) -> int:
         """Back to the last checkpoint, if there is one; returns where the log goes on."""
-        saved = checkpoint.checkpoints(self.folder)
-        if not saved:
+        state = checkpoint.newest(self.folder, self._load)
+        if state is None:
             return 0
-        state = checkpoint.load(saved[-1], self.bare, STATE)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.fabric.strategy.precision.load_state_dict(state["precision"])
         for name, sums in state["averages"].items():
             self.averages[name].restore(sums, self.fabric)
         self.done, self.speeds, self.stopwatch.seconds = state["step"], state["speeds"], state["seconds"]
         self.logged = state["logged"][0], state["logged"][1]
         if self.done > self.finish:
             freeze_statistics(self.bare)
-        return int(state["log_offset"])
+        return int(state["log"]["bytes"])
+
+    def _load(self, folder: Path) -> Record:
+        """Weights and optimizer of a checkpoint; the rest of what it holds is returned."""
+        checkpoint.load_weights(folder / "model.safetensors", self.bare)
+        return resumable(folder, self.recipe, self.steps, self.optimizer, self.fabric.strategy.precision)
 
 
 def _told(model: nn.Module, recipe: Recipe) -> str:

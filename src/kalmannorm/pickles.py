@@ -1,0 +1,43 @@
+"""Pickled models of other versions: what one lacks is said when it is loaded, not by an AttributeError in a forward.
+
+A pickle of a whole model holds the attributes of every object in it, whatever version wrote them. A state dict holds
+tensors by their names, and is what outlives versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+REMEDY = (
+    "save model.state_dict() with the version that pickled it, and load that into a freshly converted model: "
+    "kalmannorm.convert(model, example).load_state_dict(state)"
+)
+
+
+def check_complete(unpickled: object, names: Iterable[str]) -> None:
+    """Raise unless what was unpickled has these attributes."""
+    missing = sorted(name for name in names if not hasattr(unpickled, name))
+    if missing:
+        raise ValueError(
+            f"this pickled {type(unpickled).__name__} has no {', '.join(map(repr, missing))}: another version of "
+            f"kalmannorm pickled it. Pickles of whole models are for one version; {REMEDY}"
+        )
+
+
+def check_known(unpickled: object, version: int, known: int) -> None:
+    """Raise for a pickle of a version after this one."""
+    if version > known:
+        raise ValueError(
+            f"this pickled {type(unpickled).__name__} has version {version}, and this kalmannorm knows versions up to "
+            f"{known}: update kalmannorm, or {REMEDY}"
+        )
+
+
+class Complete:
+    """A dataclass that is pickled with a model: it is unpickled with all of its fields, or not at all."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        check_complete(self, (field.name for field in dataclasses.fields(self)))  # type: ignore[arg-type]
