@@ -183,6 +183,15 @@ def large_mean(rank):
     return x, layer(x), layer.running_mean, layer.running_var
 
 
+def overflowing(rank):
+    layer = BatchKalmanNorm2d(C, C, transition="identity", process_group="world")
+    x = (1e20 * random(rank, 2, C, 2, 2)).float().requires_grad_()
+    with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+        y = layer(x, Moments(torch.zeros(1, C), torch.ones(1, C)))
+    y.sum().backward()
+    return y, x.grad, layer.skipped_batches
+
+
 def without_company(rank):
     """Only rank 0 runs: nothing here may wait for the other."""
     if rank == 1:
@@ -310,6 +319,7 @@ SCENARIOS = {
     "nan": partial(one_sided_nan, prior=False),
     "nan prior": partial(one_sided_nan, prior=True),
     "large mean": large_mean,
+    "overflow": overflowing,
     "alone": without_company,
     "lonely value": lonely_value,
     "non-reentrant": partial(checkpointed, reentrant=False),
@@ -374,6 +384,14 @@ def test_large_means_keep_their_digits(ranks):
     _, _, mean, var = results[0]
     torch.testing.assert_close(mean.double(), x.mean((0, 2, 3)), rtol=2e-7, atol=0)
     torch.testing.assert_close(var.double(), x.var((0, 2, 3), correction=0), rtol=1e-3, atol=0)
+
+
+def test_a_variance_that_overflows_is_no_nan(ranks):
+    """One process divides by infinity, and skips the batch; so do two."""
+    for rank in ranks:
+        y, gradient, skipped = rank["overflow"]
+        assert (y == 0).all() and (gradient == 0).all()
+        assert skipped == 1
 
 
 def test_inference_and_frozen_layers_need_no_company(ranks):

@@ -34,6 +34,32 @@ def test_update_is_the_mixture_of_prior_and_observation():
     torch.testing.assert_close(second[2], (1 - q) * second[0] + q * second[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("gain", [1e-6, 0.3, 0.5, 0.7, 1 - 1e-6])
+def test_update_of_a_variance_that_overflows(gain):
+    """It is infinite, as by the formulas, and no NaN: an output divided by it is finite."""
+    prior = Moments(torch.tensor([[1.0, -2.0]]), torch.tensor([[1.0, torch.inf]]))
+    observation = Moments(torch.tensor([[3e19, 4.0]]), torch.tensor([[torch.inf, 1.0]]))
+    posterior = update(prior, observation, torch.tensor(gain))
+    assert (posterior.var == torch.inf).all()
+    assert posterior.mean.isfinite().all()
+
+
+@pytest.mark.parametrize("gain", [1e-6, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 1e-6])
+def test_update_and_its_gradients_have_their_digits_at_the_edges_of_the_gain(gain):
+    """Nothing cancels that is not there in the formulas. `prior` is wide and far, so that p = 1 - q counts."""
+    q = torch.tensor(gain)
+    prior = Moments(1e6 * torch.randn(3, 4), 1e6 + torch.rand(3, 4))
+    observation = Moments(torch.randn(3, 4), torch.rand(3, 4))
+    grad = Moments(torch.randn(3, 4), 1e-6 * torch.randn(3, 4))
+    posterior, wide = update(prior, observation, q), [m.to(torch.float64) for m in (prior, observation)]
+    leaves = [*(t.requires_grad_() for m in wide for t in m[:2]), q.double().expand(3, 4).clone().requires_grad_()]
+    exact = update(*wide, leaves[-1])
+    expected = (*exact[:2], *torch.autograd.grad(exact[:2], leaves, [g.double() for g in grad[:2]]))
+    at_prior, at_observation, at_gain = update_backward(prior, observation, q, grad)
+    for a, e in zip((*posterior[:2], *at_prior[:2], *at_observation[:2], at_gain), expected, strict=True):
+        assert ((a - e).abs() / e.abs().mean()).max() < 2e-6
+
+
 def test_predict_full_has_the_diagonal_of_a_diagonal_covariance():
     previous, A, r = moments(C=5), torch.randn(4, 5).double(), torch.tensor(0.7).double()
     diagonal, full = predict(previous, A, r), predict(previous, A, r, full=True)

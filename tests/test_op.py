@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from kalmannorm import Moments, batch_kalman_norm
-from kalmannorm.kernels import reference
+from kalmannorm.kernels import plain, reference
 from kalmannorm.op import batch_kalman_norm as op
 from kalmannorm.op import observe
 
@@ -103,6 +103,30 @@ def test_per_channel_gain_gradcheck():
     x, mean, var, _, weight, bias = arguments((4, 3, 2), 2)
     gain = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *a: op(*a, 2, 1e-5), (x, mean, var, gain, weight, bias))
+
+
+@pytest.mark.parametrize("gain", [0.3, 0.5, 0.999])
+def test_a_variance_that_overflows_gives_the_naive_output(gain):
+    """Zero, as from `F.batch_norm`, in the op, in its plain form and in the reference; never NaN."""
+    x = torch.tensor([1e20, -1e20, 3e19, 2e19])[:, None]
+    prior, q = Moments(torch.zeros(1, 1), torch.ones(1, 1)), torch.tensor(gain)
+    expected = reference.batch_kalman_norm(x, *prior[:2], q, None, None, 4, 1e-5)
+    found = op(x, *prior[:2], q, None, None, 4, 1e-5)
+    plainly, *moments = plain.normalize(x, prior, q, None, None, statistics_batch_size=4, eps=1e-5)
+    assert torch.equal(expected[0], F.batch_norm(x, None, None, None, None, True))
+    for results in (found, (plainly, *(t for m in moments for t in m[:2]))):
+        for a, e in zip(results, expected, strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_a_value_beside_an_outlier_keeps_its_digits():
+    """The outlier pulls x̄ far away, but by q = 1e-6 not the posterior's mean, near which the other values lie."""
+    x = torch.randn(6, 1, 2, 2) * 1e6
+    x[0] = 2e13
+    leaves = [x, torch.zeros(1, 1), torch.ones(1, 1), torch.tensor(1e-6), torch.ones(1), torch.zeros(1)]
+    exact = [t.double() for t in leaves]
+    y, expected = (f(*given, 6, 1e-5)[0][1:] for f, given in ((op, leaves), (reference.batch_kalman_norm, exact)))
+    assert relative_error(y, expected) < 1e-6
 
 
 @pytest.mark.parametrize("m", [1, 3])

@@ -16,7 +16,7 @@ from torch import Tensor
 from kalmannorm.distributed import ProcessGroupChoice
 from kalmannorm.functional import normalize, observe
 from kalmannorm.grouped import GroupedNorm, Inference
-from kalmannorm.groups import group_size
+from kalmannorm.groups import cast, group_size
 from kalmannorm.kernels import plain
 from kalmannorm.kernels.move import Kind
 from kalmannorm.moments import Moments
@@ -117,7 +117,9 @@ class BatchRenorm(GroupedNorm):
             d = torch.minimum(torch.maximum(d, -d_max), d_max)
         if self.weight is None or self.bias is None:
             return r, d
-        return self.weight * r, self.weight * d + self.bias
+        # In the dtype of statistics first, or each way to γ would round its gradient to half precision by itself.
+        weight, bias = cast(self.weight, r.dtype), cast(self.bias, r.dtype)
+        return weight * r, weight * d + bias
 
     def _normalize(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool

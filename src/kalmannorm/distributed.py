@@ -205,8 +205,9 @@ def normalize_jointly(
 ) -> tuple[Tensor, Moments, Joint]:
     """Output and posterior of this rank's groups, and what all ranks observed; `affine` gives γ, β of an observation.
 
-    The op runs with a gain of 0, to normalize with the posterior as it is: it keeps nothing but x for the backward,
-    where plain operations would keep three tensors of that size.
+    The op runs with a gain next to 0, to normalize with the posterior as it is: it keeps nothing but x for the
+    backward, where plain operations would keep three tensors of that size. The gain is not 0, because the variance of
+    this rank's own values may be infinite, and 0 times infinity is NaN. Finite ones it makes smaller than a rounding.
     """
     groups = count_groups(x, statistics_batch_size, company, prior=prior is not None)
     run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
@@ -215,7 +216,8 @@ def normalize_jointly(
     rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
     posterior = plain.fuse(prior, observation, gain)
-    y, _, _ = run(posterior, torch.zeros_like(posterior.mean[0, 0]), *affine(observation))
+    almost_none = torch.full_like(posterior.mean[0, 0], torch.finfo(posterior.mean.dtype).eps ** 3)
+    y, _, _ = run(posterior, almost_none, *affine(observation))
     return y, posterior, joint
 
 

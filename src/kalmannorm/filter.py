@@ -33,12 +33,17 @@ def update(prior: Moments, observation: Moments, gain: Tensor) -> Moments:
 
     The covariance is kept where both sides have one; then q must be one number.
     """
-    trust, doubt = gain, 1 - gain
+    return mix(prior, observation, gain, 1 - gain)
+
+
+def mix(prior: Moments, observation: Moments, trust: Tensor, doubt: Tensor) -> Moments:
+    """`update` where p = 1 - q has more digits than q near 1 leaves it."""
     surprise = observation.mean - prior.mean
-    mean = torch.lerp(prior.mean, observation.mean, trust)
+    # Not `torch.lerp`: where the observation overflows, it subtracts infinity from infinity.
+    mean = torch.addcmul(doubt * prior.mean, trust, observation.mean)
     if prior.cov is None or observation.cov is None:
         seen = torch.addcmul(observation.var, doubt * surprise, surprise)
-        return Moments(mean, torch.lerp(prior.var, seen, trust))
+        return Moments(mean, torch.addcmul(doubt * prior.var, trust, seen))
     outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
     cov = doubt * prior.cov + trust * observation.cov + trust * doubt * outer
     return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)
@@ -50,13 +55,14 @@ def update_backward(
     """Gradients of the diagonal `update`: at the prior, at the observation, and at the gain before summing, (G, C)."""
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
-    lever = surprise * grad.var
-    pull = torch.addcmul(grad.mean, doubt, lever, value=2)
-    observation_mean = trust * pull
-    at_gain = (pull - lever).mul_(surprise)  # pull - lever = dmean + (1 - 2q) d dvar
+    # Each from its own formula: differences of one another would cancel as q -> 0, q -> 1 or q -> 1/2. And the gain
+    # comes before the surprise, whose square may be as large as the gain is small.
+    at_var = trust * grad.var
+    lever = at_var * surprise
+    at_gain = torch.addcmul(grad.mean, (doubt - trust) * grad.var, surprise).mul_(surprise)
     return (
-        Moments(grad.mean - observation_mean, doubt * grad.var),
-        Moments(observation_mean, trust * grad.var),
+        Moments(torch.sub(grad.mean, lever, alpha=2).mul_(doubt), doubt * grad.var),
+        Moments(torch.addcmul(trust * grad.mean, doubt, lever, value=2), at_var),
         at_gain.addcmul_(grad.var, observation.var - prior.var),
     )
 

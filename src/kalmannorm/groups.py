@@ -8,6 +8,8 @@ Nothing here depends on the values of a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,14 +43,19 @@ def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:
     return (examples - starts).clamp(max=size).unsqueeze(1)
 
 
-def mean_groups(rows_NC: Tensor, size: int) -> Tensor:
+def _from_first(rows_GmC: Tensor) -> Tensor:
+    """The mean relative to the group's first example, or the sum of m means would round where |mean| ≫ σ."""
+    first = rows_GmC[:, :1]
+    return first.squeeze(1) + (rows_GmC - first).mean(1)
+
+
+def _average(rows_GmC: Tensor) -> Tensor:
+    """The mean of variances, of which some may be infinite."""
+    return rows_GmC.mean(1)
+
+
+def mean_groups(rows_NC: Tensor, size: int, mean: Callable[[Tensor], Tensor] = _from_first) -> Tensor:
     """Mean of the rows of each group: (N, C) -> (G, C)."""
-
-    def mean(rows_GmC: Tensor) -> Tensor:
-        # Relative to the group's first example, or the sum of m means would round where |mean| ≫ σ.
-        first = rows_GmC[:, :1]
-        return first.squeeze(1) + (rows_GmC - first).mean(1)
-
     examples, channels = rows_NC.shape
     whole = examples - examples % size
     if size == 1:
@@ -76,4 +83,4 @@ def merge_examples(example: Moments, size: int) -> Moments:
         return example
     mean = mean_groups(example.mean, size)
     spread_NC = example.mean - expand_groups(mean, example.mean.shape[0], size)
-    return Moments(mean, mean_groups(example.var + spread_NC * spread_NC, size))
+    return Moments(mean, mean_groups(example.var + spread_NC * spread_NC, size, _average))

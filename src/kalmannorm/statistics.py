@@ -50,7 +50,8 @@ def groups_of(moments: Moments, examples: int, size: int) -> Groups:
 def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
     """Where the moving averages go after this batch."""
     step = batch.mean - mean
-    target = batch.var + (1 - alpha) * step.square() if total_variance else batch.var
+    # In this order: with α = 1 the square, which may overflow, counts nothing.
+    target = torch.addcmul(batch.var, (1 - alpha) * step, step) if total_variance else batch.var
     return Moments(mean + alpha * step, var + alpha * (target - var))
 
 

@@ -227,6 +227,43 @@ def test_a_gradient_from_one_output_alone(which, launch, monkeypatch):
     )
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
+@LAUNCHES
+def test_a_variance_that_overflows_gives_the_naive_output(launch, monkeypatch):
+    case = Case((5, 4, 3, 3), 2, relu=True, launch=launch)
+    force(monkeypatch, case)
+    x, *rest = (t.detach() for t in tensors(case)[:-1])
+    x[:, ::2] *= 1e20
+    for gain in (0.3, 0.5, 0.999):
+        rest[2].fill_(gain)
+        found, expected = (f(x, *rest, 2, EPS, None, True) for f in (op, reference.batch_kalman_norm))
+        assert found[2][:, ::2].isinf().all() and found[0].isfinite().all()
+        for a, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gain", [1e-6, 0.5 + 1e-6, 1 - 1e-6])
+@LAUNCHES
+def test_digits_at_the_edges_of_the_gain(launch, gain, monkeypatch):
+    """A prior far away, and an outlier that only x̄ follows: every output and every gradient by itself."""
+    case = Case((5, 4, 3, 3), 2, prior=2, gain=1, launch=launch)
+    force(monkeypatch, case)
+    inputs = tensors(case)[:-1]
+    with torch.no_grad():
+        x, mean, _, q = inputs[:4]
+        x[::2, 0, 0, 0] += 1e4
+        mean += 1e4 * torch.randn_like(mean)
+        q.fill_(gain)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grads = [torch.randn(case.shape, device=DEVICE), *torch.randn(4, 3, 4, device=DEVICE)]
+    grads[2] *= 1e-4
+    found, expected = (
+        results(f, [*given, None], case, grads) for f, given in ((op, inputs), (reference.batch_kalman_norm, exact))
+    )
+    for index, (a, e) in enumerate(zip(found, expected, strict=True)):
+        assert relative_error(a, e) < 1e-5, index
+
+
 ROWS = {
     "beside each other": lambda a, b: torch.cat([a, b], 1).pow(3).sum(),
     "one for all groups": lambda a, b: a.sum(0).pow(3).sum() + b.sum(0).pow(2).sum(),

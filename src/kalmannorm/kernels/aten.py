@@ -86,6 +86,11 @@ class Slabs:
     def centred(self, parts: list[Tensor], mean_GC: Tensor) -> list[Tensor]:
         return [values - mean for values, mean in zip(parts, self.rows(mean_GC), strict=False)]
 
+    def subtract(self, parts: list[Tensor], mean_GC: Tensor, results: list[Tensor]) -> None:
+        """As `centred`, in the memory of `results`."""
+        for values, mean, out in zip(parts, self.rows(mean_GC), results, strict=False):
+            torch.sub(values, mean, out=out)
+
     def affine(self, parts: list[Tensor], scale_GC: Tensor, shift_GC: Tensor, results: list[Tensor]) -> None:
         """x · scale + shift, with a row of each for every group."""
         for values, scale, shift, out in zip(parts, self.rows(scale_GC), self.rows(shift_GC), results, strict=False):
@@ -169,12 +174,14 @@ def forward(
     centre = posterior.mean
     if far(observation.mean, rho):
         middle = observation.mean
-        parts = slabs.centred(parts, middle)
+        centred = slabs.centred(parts, middle)
         # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
-        missed = slabs.moments(parts, results)
+        missed = slabs.moments(centred, results)
         observation = Moments(middle + missed.mean, missed.var)
         posterior, rho = fused()
-        centre = posterior.mean - middle
+        # From x itself: a value near the posterior's mean may be far from x̄, and have lost its digits there.
+        slabs.subtract(parts, posterior.mean, results)
+        parts, centre = results, torch.zeros_like(centre)
     scale = rho if weight is None else rho * cast(weight, rho.dtype)
     shift = centre * -scale if bias is None else torch.addcmul(cast(bias, rho.dtype), centre, scale, value=-1)
     slabs.affine(parts, scale, shift, results)
@@ -220,13 +227,13 @@ def backward(
     parts, grads = slabs.parts(cast(x, rho.dtype)), slabs.parts(cast(grad_y, rho.dtype))
     if relu and y is None:
         grads = pass_relu(slabs, parts, grads, posterior.mean, scale, bias)
-    centre, middle = posterior.mean, observation.mean
-    if far(middle, rho):
-        parts, centre, middle = slabs.centred(parts, middle), centre - middle, torch.zeros_like(middle)
     dx = torch.empty_like(x, dtype=rho.dtype)
     results = slabs.parts(dx)
-    sum_g, sum_gx = slabs.products(grads, parts, centre, results)
+    sum_g, sum_gx = slabs.products(grads, parts, posterior.mean, results)
     sum_gx = sum_gx.mul_(rho)
+    middle = observation.mean
+    if far(middle, rho):
+        parts, middle = slabs.centred(parts, middle), torch.zeros_like(middle)
 
     strength = scale * sum_gx
     at_observation = at_posterior = plus(

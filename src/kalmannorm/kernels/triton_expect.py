@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmannorm.kernels.triton_launch import blocks_of
-from kalmannorm.kernels.triton_norm import update
+from kalmannorm.kernels.triton_norm import mix
 from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_turns import in_turn
 from kalmannorm.moments import Moments
@@ -31,7 +31,7 @@ def expect_kernel(
     mean = tl.load(mean_ptr + channel, mask=there, other=0.0)
     var = tl.load(var_ptr + channel, mask=there, other=0.0)
     trust = gain * share
-    mean, var = update(mean, var, prior_mean, prior_var, (gain - trust) / (1.0 - trust))
+    mean, var = mix(mean, var, prior_mean, prior_var, (gain - trust) / (1.0 - trust), (1.0 - gain) / (1.0 - trust))
     tl.store(expected_mean_ptr + row * C + channel, mean, mask=there)
     tl.store(expected_var_ptr + row * C + channel, var, mask=there)
     tl.store(trust_ptr + channel * gain_step, trust, mask=there & (row == 0) & (channel * gain_step == channel))

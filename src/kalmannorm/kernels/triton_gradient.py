@@ -1,7 +1,8 @@
 """The backward of `triton_norm.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
 
 With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
-and from these dx = γρ g + b (x - x̄) + c is linear in g and x: docs/equations.md.
+and from these dx = γρ g + b (x - mean) + c is linear in g and x: docs/equations.md. All is relative to the posterior's
+mean, as the output is: a value near it may be far from x̄, and would lose its digits there.
 
 Behind a residual and a ReLU, the output tells what came through. What of g does is a result too, so the first pass
 writes it and the second reads that, in the place of g and of the output.
@@ -29,11 +30,11 @@ from kalmannorm.kernels.triton_turns import in_turn
 
 
 @triton.jit
-def gradient_at(g_ptr, within, mask, away, scale, shift, RELU: tl.constexpr):
-    """What arrives; before a ReLU that x - x̄ tells of, nothing where that let nothing through."""
+def gradient_at(g_ptr, within, mask, away, scale, bias, RELU: tl.constexpr):
+    """What arrives; before a ReLU that x - mean tells of, nothing where that let nothing through."""
     g = tl.load(g_ptr + within, mask=mask, other=0.0).to(tl.float32)
     if RELU:
-        g = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, g)
+        g = tl.where(away * scale[None, :] + bias[None, :] <= 0.0, 0.0, g)
     return g
 
 
@@ -86,10 +87,10 @@ def settle(
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From a group's Σ g and Σ g (x - x̄): rows for parameters, stored where `mine`; slope b and constant c of dx."""
+    """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
     row = group.to(tl.int64) * C + channel
     scale = rho * weight
-    sum_gx = (sum_gx + (observed_mean - mean) * sum_g) * rho
+    sum_gx *= rho
     store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
     store_row(d_bias_ptr, row, sum_g, mine, BIAS)
     at_mean -= scale * sum_g
@@ -102,7 +103,8 @@ def settle(
         store_row(d_prior_var_ptr, row, at_prior_var, mine, PRIOR)
         store_row(d_gain_ptr, row, at_gain, mine, PRIOR)
     count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
-    return 2.0 * (at_var + at_observed_var) / count, (at_mean + at_observed_mean) / count
+    slope = 2.0 * (at_var + at_observed_var) / count
+    return slope, (at_mean + at_observed_mean) / count + slope * (mean - observed_mean)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -122,7 +124,7 @@ def backward_kernel(
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
-    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -130,14 +132,14 @@ def backward_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
-        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
         if RESIDUAL:
             g = came_through(g, y_ptr + start, within, mask)
             tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
@@ -145,7 +147,7 @@ def backward_kernel(
         lanes_gx += g * away
     slope, constant = settle(
         tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
-        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
@@ -158,21 +160,21 @@ def backward_kernel(
     for turn in tl.range(0, chunks, num_stages=STAGES):
         start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
-        g = gradient_at(arriving_ptr + start, within, mask, away, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(arriving_ptr + start, within, mask, away, scale, bias, RELU)
         dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
         tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_reduce_kernel(
-    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, observed_mean_ptr,
+    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
     N, G, C, L, m, splits, chunks, weight_row, bias_row, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: Σ g and Σ g (x - x̄) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
+    """Streamed, first: Σ g, Σ g (x - mean) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
     in_turn(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
@@ -181,16 +183,15 @@ def backward_reduce_kernel(
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
-    centre = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
     scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     lanes_g = tl.zeros([BR, BC], tl.float32)
     lanes_gx = tl.zeros([BR, BC], tl.float32)
     for chunk in tl.range(split, chunks, splits, num_stages=STAGES):
         start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
-        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
         if RESIDUAL:
             g = came_through(g, y_ptr + start, within, mask)
             tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
@@ -224,7 +225,7 @@ def backward_apply_kernel(
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
     column, in_c = channels_of(block, columns, BC, EVEN)
     channel = channel_at(column, C, K)
-    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -232,7 +233,7 @@ def backward_apply_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     plane = tl.full([], splits, tl.int64) * G * (C * K)
     shares_g = tl.zeros([BC, BS], tl.float32)
     shares_gx = tl.zeros([BC, BS], tl.float32)
@@ -242,7 +243,7 @@ def backward_apply_kernel(
         shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
     slope, constant = settle(
         tl.sum(shares_g, 1), tl.sum(shares_gx, 1),
-        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c & (column == channel) & (split == 0),
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
         N, C, rows * K, m, PRIOR, WEIGHT, TO_BIAS,
@@ -252,8 +253,8 @@ def backward_apply_kernel(
         chunk = split + (last - turn) * splits
         start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
-        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - centre[None, :]
-        g = gradient_at(g_ptr + start, within, mask, away, scale, shift, RELU)
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
         dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
         tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 

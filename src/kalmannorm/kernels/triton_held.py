@@ -42,7 +42,7 @@ def held_forward_kernel(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total = (tl.minimum(N - group * m, m) * L).to(tl.float32)
     centre = tl.sum(held.to(tl.float32), 0) / total
     away = tl.where(mask, held.to(tl.float32) - centre[None, :], 0.0)
@@ -51,8 +51,7 @@ def held_forward_kernel(
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    shift += (centre - mean) * scale
-    z = (held.to(tl.float32) - centre[None, :]) * scale[None, :] + shift[None, :]
+    z = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + bias[None, :]
     if RESIDUAL:
         z += residual.to(tl.float32)
     tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
@@ -80,7 +79,7 @@ def held_backward_kernel(
     g = tl.load(g_ptr + start + within, mask=mask, other=0.0)
     if RESIDUAL:
         shut = tl.load(y_ptr + start + within, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    mean, var, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
         at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
@@ -88,19 +87,19 @@ def held_backward_kernel(
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
     scale = rho * weight
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS) + (centre - mean) * scale
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     if RELU:
-        shut = (held.to(tl.float32) - centre[None, :]) * scale[None, :] + shift[None, :] <= 0.0
+        shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + bias[None, :] <= 0.0
     if RELU or RESIDUAL:
         g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # the same values, or zero
     if RESIDUAL:
         tl.store(d_residual_ptr + start + within, g, mask=mask)
     slope, constant = settle_gradient(
-        tl.sum(g.to(tl.float32), 0), sum_of_products(g.to(tl.float32), held.to(tl.float32) - centre[None, :], 0),
-        mean, rho, weight, centre, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        tl.sum(g.to(tl.float32), 0), sum_of_products(g.to(tl.float32), held.to(tl.float32) - mean[None, :], 0),
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
     x = held.to(tl.float32)
-    dx = scale[None, :] * g.to(tl.float32) + (slope[None, :] * (x - centre[None, :]) + constant[None, :])
+    dx = scale[None, :] * g.to(tl.float32) + (slope[None, :] * (x - mean[None, :]) + constant[None, :])
     tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -14,8 +14,8 @@ are float32.
 Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy. Whatever looks a
 second time goes the other way: what was read last is what the cache still has.
 
-With a ReLU, its mask is not stored: the backward computes x·scale + shift > 0 again. With a residual, which is added
-before the ReLU, the sign of the saved output is the mask.
+With a ReLU, its mask is not stored: the backward computes (x - mean)·scale + β > 0 again. With a residual, which is
+added before the ReLU, the sign of the saved output is the mask.
 """
 
 from __future__ import annotations
@@ -117,16 +117,17 @@ def gather(x, valid, count, base, sums, squares, EVEN: tl.constexpr):
 
 
 @triton.jit
-def not_negative(x):
-    """What rounding may have made less than 0; a NaN stays one."""
-    return tl.where(x < 0.0, 0.0, x)
+def less(squares, part):
+    """Squares without a part of them, not below 0, as rounding might have it. A NaN stays one, and infinity too."""
+    rest = squares - part
+    return tl.where(squares < float("inf"), tl.where(rest < 0.0, 0.0, rest), squares)
 
 
 @triton.jit
 def merge_gathered(count, base, sums, squares):
     """What `gather` found, as one row: how many values, their mean, their sum of squared deviations."""
     each = sums / tl.maximum(count, 1.0)[:, None]
-    return merge_lanes(count, base + each, not_negative(squares - each * sums))
+    return merge_lanes(count, base + each, less(squares, each * sums))
 
 
 @triton.jit
@@ -184,19 +185,27 @@ def observed(
 @triton.jit
 def update(mean, var, prior_mean, prior_var, q):
     """The filter: prior and observation fused."""
-    p = 1.0 - q
+    return mix(mean, var, prior_mean, prior_var, q, 1.0 - q)
+
+
+@triton.jit
+def mix(mean, var, prior_mean, prior_var, q, p):
+    """As `filter.mix`."""
     d = mean - prior_mean
-    return prior_mean + q * d, p * prior_var + q * var + p * q * d * d
+    return p * prior_mean + q * mean, p * prior_var + q * (var + p * d * d)
 
 
 @triton.jit
 def update_backward(at_mean, at_var, mean, var, prior_mean, prior_var, q):
-    """Gradients at the observation, at the prior and at the gain, from those at the posterior."""
+    """Gradients at the observation, at the prior and at the gain, from those at the posterior.
+
+    Each from its own formula and in the order of `filter.update_backward`.
+    """
     p = 1.0 - q
     d = mean - prior_mean
-    at_d = q * at_mean + 2.0 * q * p * d * at_var
-    at_q = at_mean * d + at_var * (var - prior_var + (1.0 - 2.0 * q) * d * d)
-    return at_d, q * at_var, at_mean - at_d, p * at_var, at_q
+    lever = q * at_var * d
+    at_q = (at_mean + (p - q) * at_var * d) * d + at_var * (var - prior_var)
+    return q * at_mean + 2.0 * p * lever, q * at_var, p * (at_mean - 2.0 * lever), p * at_var, at_q
 
 
 @triton.jit
@@ -260,7 +269,7 @@ def forward_kernel(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total, centre, squared = observed(
         x_ptr, 0, 1, group, channel, in_c, N, C, L, m, chunks, BR, BC, STAGES, CHANNELS_LAST, EVEN, ONCE
     )
@@ -269,12 +278,11 @@ def forward_kernel(
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    shift += (centre - mean) * scale
     for turn in tl.range(0, chunks, num_stages=STAGES):
         start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
-        z = (x - centre[None, :]) * scale[None, :] + shift[None, :]
+        z = (x - mean[None, :]) * scale[None, :] + bias[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
@@ -336,7 +344,7 @@ def merge_shares(
         squares += squared + count[None, :] * away * away
     total, summed = tl.sum(counts, 0), tl.sum(sums, 1)
     missed = summed / total
-    return total, base + missed, not_negative(tl.sum(squares, 1) - missed * summed)
+    return total, base + missed, less(tl.sum(squares, 1), missed * summed)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -375,21 +383,20 @@ def apply_kernel(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
     weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
-    shift = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
     total, centre, squared = merge_shares(partial_ptr, count_ptr, group, channel, in_c, G, C, splits, K, BC, BS)
     mean, var = settle(
         total, centre, squared, prior_mean, prior_var, q, group, channel, in_c & (column == channel) & (split == 0),
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR,
     )  # fmt: skip
     scale = tl.rsqrt(var + eps) * weight
-    shift += (centre - mean) * scale
     last = tl.cdiv(chunks - split, splits) - 1
     for turn in tl.range(0, last + 1, num_stages=STAGES):
         chunk = split + (last - turn) * splits
         start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
         mask = valid[:, None] & in_c[None, :]
         x = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
-        z = (x - centre[None, :]) * scale[None, :] + shift[None, :]
+        z = (x - mean[None, :]) * scale[None, :] + bias[None, :]
         if RESIDUAL:
             z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)

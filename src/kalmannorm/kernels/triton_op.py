@@ -149,7 +149,7 @@ def backward(
         launches[0](grad_y, x, y, dx, d_residual, *parameters, *at)
     else:
         partial = partial_sums(shape, how, x.device)
-        launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:3])
+        launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:2])
         launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *at)
     fold(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = [room.result for room in rooms]
