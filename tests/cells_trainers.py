@@ -16,7 +16,7 @@ def describe(recipe: Recipe, folder: Path) -> None:
     write_json(folder / "recipe.json", {"recipe": recipe.to_json(), "execution": {}, "origin": {}})
 
 
-def conclude(recipe: Recipe, folder: Path, accuracy: float = 90.0, diverged: bool = False) -> dict:
+def conclude(recipe: Recipe, folder: Path, accuracy: float = 85.0, diverged: bool = False) -> dict:
     result = {
         "accuracy": {"population": accuracy + recipe.seed},
         "loss": {"population": 0.5},

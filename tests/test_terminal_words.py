@@ -33,7 +33,7 @@ def test_one_step_of_one_epoch(tmp_path, capsys, method, name):
 
 
 def test_a_comparison_that_shows_nothing_yet_says_so_before_its_table(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(report, "write", lambda folders, page, figures: page)  # whose figures take seconds
+    monkeypatch.setattr(report, "write", lambda folders, page, **options: page)  # whose figures take seconds
     runs = [ended(tmp_path, method, score, epochs=1) for method, score in (("bn", 10.0), ("bkn", 30.0))]
     _show(runs, tmp_path, {}, as_json=False)
     lines = [line for line in capsys.readouterr().out.splitlines() if line]

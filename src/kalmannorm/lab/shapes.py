@@ -46,7 +46,7 @@ def flag(value: Any, place: str, wrong: list[str]) -> Any:
 def number(low: float = -LARGEST, high: float = LARGEST, *, whole: bool = False) -> Shape:
     wanted = "a whole number" if whole else "a number"
     if high < LARGEST:
-        wanted += f" from {low:g} to {high:g}"
+        wanted += f" from {low:g} to {high:.4g}"
     elif low > -LARGEST:
         wanted += f" of at least {low:g}"
 
