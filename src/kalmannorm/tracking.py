@@ -221,7 +221,8 @@ class TrackedNorm(_NormBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_known(self, state.get("_version", 0), self._version)
         super().__setstate__({name: value for name, value in state.items() if name != "_version"})  # type: ignore[no-untyped-call]
-        kind: Any = type(self)
+        own = (base for base in type(self).__mro__ if issubclass(base, TrackedNorm) and "_fused_from" not in vars(base))
+        kind: Any = next(base for base in own if base.__module__.startswith("kalmannorm."))
         check_complete(self, _attributes(kind))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -229,23 +230,31 @@ class TrackedNorm(_NormBase):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        version, errors = local_metadata.get("version") or 0, args[-1]
+        version = local_metadata.get("version") or 0
         if version > self._version:
-            errors.append(
+            error_msgs.append(
                 f"{prefix.removesuffix('.')!r} was saved with version {version} of its norm, and this kalmannorm knows "
                 f"versions up to {self._version}: update kalmannorm."
             )
             return
         fill_from_batchnorm(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 @functools.cache
 def _attributes(kind: Any) -> frozenset[str]:
-    """What every norm of a class holds, if the class is ours; else what its nearest base that is ours holds."""
-    own: Any = next(base for base in kind.__mro__ if base.__module__.startswith("kalmannorm."))
-    example = own(1)
+    """What every norm of a class of ours holds."""
+    example = kind(1)
     names = {*vars(example), *example._parameters, *example._buffers, *example._modules}
     return frozenset(names - vars(nn.Module()).keys())

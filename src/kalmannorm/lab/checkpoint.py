@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from kalmannorm.lab import manifest
-from kalmannorm.lab.errors import DamagedError, LabError, tell
+from kalmannorm.lab.errors import DamagedError, LabError, first_line, tell
 from kalmannorm.lab.formats import FORMAT, upgraded
 from kalmannorm.lab.records import sync_folder, write_protected
 
@@ -47,7 +47,7 @@ def load_weights(path: Path, model: nn.Module, remedy: str = OTHER) -> None:
         state = OrderedDict(safetensors.torch.load(content))
         about = dict(json.loads(_metadata(content).get("kalmannorm", "{}")))
     except Exception as error:  # of safetensors, or of torch where it makes tensors of what was read
-        raise DamagedError(path, _first_line(error), remedy) from None
+        raise DamagedError(path, first_line(error), remedy) from None
     state._metadata = upgraded(about, path, (_weights_from_format_0,))["modules"]  # type: ignore[attr-defined]
     try:
         model.load_state_dict(state)
@@ -142,7 +142,3 @@ def _state_from_format_0(state: dict[str, Any]) -> dict[str, Any]:
 def discard(run: Path) -> None:
     """Of a finished run, which needs none."""
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -57,6 +57,11 @@ def tell(text: str) -> None:
         print(f"kalmannorm: {text}", file=sys.stderr)
 
 
+def first_line(error: Exception) -> str:
+    """Of what an exception says, or its name where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     """`given`, if it is among the choices; else an error that names the nearest."""
     known = sorted(choices)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 import kalmannorm
 from kalmannorm.conversion import to_batchnorm
 from kalmannorm.deploy import fold, freeze_priors
-from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.errors import LabError, first_line
 from kalmannorm.lab.loading import Loaded, load_run, model_of
 from kalmannorm.lab.methods import method
 from kalmannorm.lab.records import Record, writable
@@ -136,7 +136,7 @@ def exported(
                 return torch.export.export(model, (example,), dynamic_shapes=shapes), number
             except Exception as error:  # of a dozen kinds, by what the model's code does
                 failure = error
-    raise LabError(f"torch.export cannot follow this model: {_first_line(failure)}")
+    raise LabError(f"torch.export cannot follow this model: {first_line(failure)}")
 
 
 @contextmanager
@@ -150,10 +150,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _onnx(program: torch.export.ExportedProgram, path: Path, about: Record) -> Forward | None:

@@ -7,6 +7,7 @@ it has no digest. Whatever torch would take without a word, or refuse only in th
 from __future__ import annotations
 
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from kalmannorm.lab import manifest
 from kalmannorm.lab.checkpoint import OTHER, read_state, step_of
-from kalmannorm.lab.errors import DamagedError
+from kalmannorm.lab.errors import DamagedError, first_line
 from kalmannorm.lab.recipe import Recipe
 
 AVERAGES = ("loss", "accuracy")
-KEPT = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+KEEPS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What an optimizer keeps of every parameter that had a gradient."""
 
 
@@ -40,10 +41,12 @@ def resumable(
     except KeyError as error:
         raise DamagedError(path, f"it holds no {error.args[0]!r}", OTHER) from None
     except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise DamagedError(path, (str(error).splitlines() or ["it does not hold what was saved"])[0], OTHER) from None
+        raise DamagedError(path, first_line(error), OTHER) from None
     log = folder.parent.parent / "log.jsonl"
-    kept = log.read_bytes()[: state["log"]["bytes"]] if log.is_file() else b""
-    difference = manifest.differs(kept, state["log"])
+    try:
+        difference = manifest.differs(log.read_bytes()[: state["log"]["bytes"]], state["log"])
+    except OSError as error:
+        raise DamagedError(log, error.strerror or str(error), OTHER) from error
     if difference:
         raise DamagedError(log, f"{difference} before {folder.name}", OTHER)
     return state
@@ -51,22 +54,22 @@ def resumable(
 
 def _check_numbers(state: dict[str, Any], step: int, steps: int) -> None:
     if type(state["step"]) is not int or state["step"] != step or not 0 < step <= steps:
-        raise ValueError(f"its step cannot be {state['step']!r}: it is number {step} of {steps}")
+        raise ValueError(f"its step cannot be {reprlib.repr(state['step'])}: it is number {step} of {steps}")
     seconds, logged, speeds, log = (state[name] for name in ("seconds", "logged", "speeds", "log"))
     if not _number(seconds):
-        raise ValueError(f"its seconds cannot be {seconds!r}")
+        raise ValueError(f"its seconds cannot be {reprlib.repr(seconds)}")
     if not isinstance(logged, list) or len(logged) != 2 or not all(map(_number, logged)) or logged[0] > step:
-        raise ValueError(f"its last event cannot be at {logged!r}")
+        raise ValueError(f"its last event cannot be at {reprlib.repr(logged)}")
     if not isinstance(speeds, list) or not all(map(_number, speeds)):
         raise ValueError("its speeds are no list of numbers")
     if type(log["bytes"]) is not int or log["bytes"] < 0 or not isinstance(log["sha256"], (str, type(None))):
-        raise ValueError(f"its log cannot be {log!r}")
+        raise ValueError(f"its log cannot be {reprlib.repr(log)}")
     for name in AVERAGES:
         sums = state["averages"][name]
         if not isinstance(sums, Tensor) or sums.dim() not in (1, 2) or sums.shape[-1] != 2:  # of all ranks, or of each
             raise ValueError(f"its average {name} is no sum and count")
     if not isinstance(state["precision"], dict):
-        raise ValueError(f"its precision cannot be {state['precision']!r}")
+        raise ValueError(f"its precision cannot be {reprlib.repr(state['precision'])}")
 
 
 def _number(value: Any) -> bool:
@@ -82,8 +85,8 @@ def _check_optimizer(saved: Any, recipe: Recipe, optimizer: torch.optim.Optimize
         for name in old.keys() & own.keys() - {"params"}:
             same = _number(old[name]) if name == "lr" else old[name] == own[name]
             if not same:
-                raise ValueError(f"its optimizer's {name} cannot be {old[name]!r}")
-    names = KEPT[recipe.optimizer] if recipe.optimizer == "adamw" or recipe.momentum else set()
+                raise ValueError(f"its optimizer's {name} cannot be {reprlib.repr(old[name])}")
+    names = KEEPS[recipe.optimizer] if recipe.optimizer == "adamw" or recipe.momentum else set()
     if names and not kept:
         raise ValueError("its optimizer's state is missing")
     for index, values in kept.items():
