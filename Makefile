@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help install demo test lint unit bench attack deploy-check families figures clean
 
 help:
-	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 3 minutes on two cores)"
+	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
 	@echo "make test     install, lint, type-check, test"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"

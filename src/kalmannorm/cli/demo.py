@@ -17,7 +17,7 @@ ANALYSED = {(name, m) for name in ("bn", "bkn") for m in (2, 1)}
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the runs and the report go.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 2,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 3,
     jobs: Annotated[
         int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; one per core unless given.")
     ] = None,
