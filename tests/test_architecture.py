@@ -98,8 +98,3 @@ def test_every_public_name_is_importable_and_documented():
         value = getattr(kalmannorm, name)
         if name != "__version__":
             assert value.__doc__, name
-
-
-def test_files_stay_one_idea():
-    for path in FILES:
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path.name
