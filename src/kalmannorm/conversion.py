@@ -20,7 +20,7 @@ from kalmannorm.checks import positive_int
 from kalmannorm.distributed import Place
 from kalmannorm.fused import unfuse
 from kalmannorm.graph.plan import Plan, make_plan
-from kalmannorm.graph.relay import Begin, End, Relay, Wire
+from kalmannorm.graph.relay import Begin, End, Relay, Wire, keepable
 from kalmannorm.graph.report import Wiring, report
 from kalmannorm.grouped import GroupedNorm
 from kalmannorm.norm import BatchKalmanNorm
@@ -302,7 +302,7 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
 def _connect(model: nn.Module, plan: Plan) -> None:
     """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
     _disconnect(model)
-    relay = Relay(plan)
+    relay, kept = Relay(plan), keepable(plan)
     for name, wired in plan.norms.items():
         calls = wired.calls
         if calls:
@@ -313,6 +313,7 @@ def _connect(model: nn.Module, plan: Plan) -> None:
                 sources=tuple(call.posteriors for call in calls),
                 first=tuple(call.first for call in calls),
                 last=tuple(call.last for call in calls),
+                kept=kept[name],
             )
             setattr(model.get_submodule(name), "wire", wire)  # noqa: B010
     parts = [child for child in model.children() if any(isinstance(m, BatchKalmanNorm) for m in child.modules())]

@@ -176,7 +176,8 @@ def _layers_of_plan(found: Norms) -> dict[str, nn.Module]:
             wired = True
             # Not by name: the model may be a part of what was converted, or hold it.
             plans = norm.wire.relay.plan.norms.values()
-            layer = next(plan.fold for plan in plans if plan.calls and plan.calls[0].identity == norm.wire.calls[0])
+            fold = next(plan.fold for plan in plans if plan.calls and plan.calls[0].identity == norm.wire.calls[0])
+            layer = fold.module()
             if layer is not None:
                 layers[name] = layer
     if not wired:

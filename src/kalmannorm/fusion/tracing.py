@@ -125,13 +125,16 @@ def trace(module: nn.Module, arguments: tuple[Argument, ...], inlined: Collectio
     with untouched(module, training=training), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         attributes, numbers = _attributes(module), _random_numbers()
+        tracer = _Tracer(arguments, inlined)
         try:
-            graph = _Tracer(arguments, inlined).trace(module)
+            graph = tracer.trace(module)
         except NotTraceableError:
             raise
         except Exception as error:  # of any kind: it is the user's code that meets a stand-in for a tensor
             first = next(iter(str(error).splitlines()), "")
             raise NotTraceableError(f"its forward cannot be traced: {first or type(error).__name__}") from error
+        finally:
+            vars(tracer).clear()  # torch leaves it in a cycle of functions, and it would keep the model
         if _attributes(module) != attributes:
             raise NotTraceableError("its forward assigns attributes")
         if _random_numbers() != numbers:

@@ -21,6 +21,7 @@ from kalmannorm.graph.program import AffineBelief, Apply, Detach, NormBelief, Pr
 from kalmannorm.graph.reader import State, Unknown
 from kalmannorm.graph.trace import Op, Ref, Trace
 from kalmannorm.graph.unary import UNARY, activation_options, averaged, gated
+from kalmannorm.graph.weakly import Weakly
 
 
 class Beliefs(Products):
@@ -94,7 +95,7 @@ class Beliefs(Products):
         shape = self.trace.values[op.outputs[0]].shape
         identity = self.identities[op.norm]
         if identity not in self.norm_steps:
-            self.norm_steps[identity] = self.program.add(NormBelief((), norm, shape[1]))
+            self.norm_steps[identity] = self.program.add(NormBelief((), Weakly(norm), shape[1]))
         return Labelled(self.norm_steps[identity], shape[1], layout.along(1, shape[1], len(shape)))
 
     def _same(self, op: Op) -> State:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kalmannorm.graph.program import Constant, Program, Select, Slice, Step
+from kalmannorm.graph.weakly import Weakly
 from kalmannorm.graph.works import Work, work_of
 from kalmannorm.kernels.bundle import Belief, Bundle, Elementwise, Gain, Given, Layer, Stage
 
@@ -30,14 +31,14 @@ class Call(NamedTuple):
 
     identity: int
     target: int
-    norm: nn.Module
+    norm: Weakly
 
 
 class Source(NamedTuple):
     """Where a tensor of a bundle comes from: an attribute of a module, or the mean (0) or variance (1) of a step."""
 
     shape: tuple[int, ...]
-    owner: nn.Module | None = None
+    owner: Weakly | None = None
     name: str = ""
     step: int = -1
     part: int = 0
@@ -149,9 +150,10 @@ class _Builder:
         results = [place[self.found[step]] for step in steps]
         bundle = Bundle([], [], [], [], [], results, self.entries, self.masks)
         self._add_leaves(bundle, nodes, needs)
-        calls = [call for call in calls if getattr(call.norm, "gain_logit", None) is not None]
+        calls = [call for call in calls if getattr(call.norm.module(), "gain_logit", None) is not None]
         for bit, call in enumerate(calls, len(steps)):
-            logit, channels = call.norm.gain_logit, call.norm.num_features
+            norm = call.norm.there()
+            logit, channels = norm.gain_logit, norm.num_features
             assert isinstance(logit, Tensor) and isinstance(channels, int)
             place_of = self._tensor(Source(tuple(logit.shape), call.norm, "gain_logit"), 1 << bit)
             bundle.gains.append(Gain(place_of, logit.numel(), channels))
@@ -163,13 +165,15 @@ class _Builder:
     def _pass(self, bundle: Bundle, calls: Sequence[Call], bit: int) -> dict[int, tuple[int | None, int | None]]:
         """γ and β of norms that run here and are believed here: both of their gradients are then added up here."""
         numbers: dict[tuple[int, str], int] = {}
-        norms = {id(call.norm) for call in calls}
+        norms = {id(call.norm.module()) for call in calls}
         for place, source in enumerate(self.sources):
-            if source.owner is not None and id(source.owner) in norms and source.name in ("weight", "bias"):
-                numbers[id(source.owner), source.name] = len(bundle.passed)
+            owner = None if source.owner is None else source.owner.module()
+            if owner is not None and id(owner) in norms and source.name in ("weight", "bias"):
+                numbers[id(owner), source.name] = len(bundle.passed)
                 self.masks[place] |= 1 << (bit + len(bundle.passed))
                 bundle.passed.append(place)
-        return {c.identity: (numbers.get((id(c.norm), "weight")), numbers.get((id(c.norm), "bias"))) for c in calls}
+        known = {call.identity: id(call.norm.module()) for call in calls}
+        return {call: (numbers.get((norm, "weight")), numbers.get((norm, "bias"))) for call, norm in known.items()}
 
     def _order(self, steps: list[int]) -> list[int]:
         seen: set[int] = set()
@@ -247,10 +251,11 @@ class _Builder:
         for i in nodes:
             node, belief = self.nodes[i], self.nodes[i].work.belief
             if belief is not None:
-                norm = belief.norm
-                assert norm is not None
+                norm = belief.norm.there()
                 places = [
-                    None if getattr(norm, name) is None else self._tensor(Source((node.size,), norm, name), needs[i])
+                    None
+                    if getattr(norm, name) is None
+                    else self._tensor(Source((node.size,), belief.norm, name), needs[i])
                     for name in ("bias", "weight")
                 ]
                 bundle.beliefs.append(Belief(places[0], places[1], node.size))

@@ -16,6 +16,7 @@ from kalmannorm.graph.program import Parameter, Posterior, Program
 from kalmannorm.graph.reader import Unknown
 from kalmannorm.graph.records import FROM_NUMBERS, UNSEEN
 from kalmannorm.graph.trace import NoInputError, Trace, trace
+from kalmannorm.graph.weakly import Weakly
 from kalmannorm.pickles import Complete
 
 Transition = Literal["weights", "learned"]
@@ -44,8 +45,8 @@ class NormPlan(Complete):
     channels: int
     rank: int | None = None
     calls: list[CallPlan] = field(default_factory=list)
-    fold: nn.Module | None = None  # the convolution or linear layer that it can be folded into
-    module: nn.Module | None = None
+    fold: Weakly = field(default_factory=lambda: Weakly(None))  # the layer that it can be folded into
+    module: Weakly = field(default_factory=lambda: Weakly(None))
 
 
 @dataclass
@@ -67,7 +68,7 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     """
     traces, failed = _traces(model, example_input, norms)
     program, norm_steps = Program(), dict[int, int]()
-    plans = {name: NormPlan(name, _channels(module), module=module) for name, (module, _) in norms.items()}
+    plans = {name: NormPlan(name, _channels(module), module=Weakly(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
     firsts = {here[0] for here in identities if here}
     firsts -= {identity for here in identities for identity in here[1:]}
@@ -84,12 +85,12 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
             if norm.name in done:
                 continue
             plan.rank = len(run.values[norm.value].shape)
-            plan.fold = folds.get(norm.name)
+            plan.fold = Weakly(folds.get(norm.name))
             plan.calls.append(_call_plan(run, call, here, feeding, reader, program))
             plan.calls[-1].first, plan.calls[-1].last = here[call] in firsts, here[call] in lasts
     _agree(plans)
     names = {id(module): name for name, module in model.named_modules()}
-    owned = {i: id(step.owner) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
+    owned = {i: id(step.owner.module()) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
     owners = {step: names[owner] for step, owner in owned.items() if owner in names}
     return Plan(program, plans, transition, failed, owners)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kalmannorm import moments as algebra
 from kalmannorm.graph.trace import Ref
+from kalmannorm.graph.weakly import Weakly
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 from kalmannorm.pickles import Complete
@@ -45,12 +46,12 @@ class Step(Complete):
 class NormBelief(Step):
     """N(β, γ²): what a norm's output is believed to be."""
 
-    norm: nn.Module | None = None
+    norm: Weakly = field(default_factory=lambda: Weakly(None))
     channels: int = 0
 
     def run(self, given: list[Any], context: Context) -> Moments:
-        assert self.norm is not None
-        return _belief(self.norm.weight, self.norm.bias, self.channels, context)
+        norm = self.norm.there()
+        return _belief(norm.weight, norm.bias, self.channels, context)
 
 
 @dataclass
@@ -99,11 +100,11 @@ class Posterior(Step):
 class Parameter(Step):
     """A parameter or buffer, read from its owner."""
 
-    owner: nn.Module | None = None
+    owner: Weakly = field(default_factory=lambda: Weakly(None))
     name: str = ""
 
     def run(self, given: list[Any], context: Context) -> Any:
-        tensor = getattr(self.owner, self.name)
+        tensor = getattr(self.owner.there(), self.name)
         return tensor if tensor.device == context.device else tensor.to(context.device)
 
 
@@ -316,6 +317,11 @@ class Program(Complete):
                 continue
             memo[index] = step.run([memo[i] for i in step.inputs], context)
             pending.pop()
+
+    def owners(self, target: int) -> list[Weakly]:
+        """The modules whose parameters a step depends on."""
+        norms = [step.norm for step in self.leaves(target, NormBelief) if isinstance(step, NormBelief)]
+        return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]
 
     def leaves(self, target: int, kind: type[Step]) -> list[Step]:
         """The steps of a kind that a step depends on."""

@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class Relay:
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
         self.state = State()
-        self.together: dict[nn.Module | None, Together] = {}
+        self.together: WeakKeyDictionary[nn.Module, Together] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # of kernels that move the statistics of many norms
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Relay:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.state = State()
-        self.together, self.tables = {}, {}
+        self.together, self.tables = WeakKeyDictionary(), {}
         check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
 
     def enter(self, whole: bool, part: nn.Module) -> None:
@@ -193,6 +194,7 @@ class Relay:
     def _bundles(self) -> Together:
         """Of what runs: all that the model asks for, or what the norms of a part do."""
         part = self.state.part
+        assert part is not None
         if part not in self.together:
             self.together[part] = Together.of(self.plan, None if self.state.whole else part)
         return self.together[part]
@@ -278,6 +280,7 @@ class Wire(Complete):
     sources: tuple[tuple[int, ...], ...]
     first: tuple[bool, ...]  # whether no norm runs before this call
     last: tuple[bool, ...]  # whether no norm runs after it
+    kept: tuple[nn.Module, ...] = ()  # what its priors read, also when the norm outlives the model: see `keepable`
 
     def begin(self) -> int:
         """Called once per forward of the norm: which of its calls this is."""
@@ -300,6 +303,25 @@ class Wire(Complete):
         self.relay.deliver(self.calls[which], posterior)
         if self.last[which] and torch.compiler.is_compiling():
             self.relay.end_trace()
+
+
+def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
+    """For every norm of a plan the modules that its wire may keep: what its priors read and what it folds into.
+
+    The relay keeps nothing. A wire keeps no module that holds a norm which does not run before its own: those keep in
+    their turn what runs before them, so that nothing ever keeps itself.
+    """
+    order = {id(norm.module.module()): norm.calls[0].identity for norm in plan.norms.values() if norm.calls}
+    kept: dict[str, tuple[nn.Module, ...]] = {}
+    for name, norm in plan.norms.items():
+        targets = [call.target for call in norm.calls if call.target is not None]
+        read = [norm.fold, *(owner for target in targets for owner in plan.program.owners(target))]
+        found = {id(module): module for known in read if (module := known.module()) is not None}
+        own = order.get(id(norm.module.module()), 0)
+        kept[name] = tuple(
+            module for module in found.values() if all(order.get(id(m), -1) < own for m in module.modules())
+        )
+    return kept
 
 
 @dataclass

@@ -152,4 +152,4 @@ def _replaced(model: nn.Module, relay: Relay) -> list[str]:
 
 
 def _lost(step: Step, present: set[int]) -> bool:
-    return isinstance(step, Parameter) and id(step.owner) not in present
+    return isinstance(step, Parameter) and id(step.owner.module()) not in present

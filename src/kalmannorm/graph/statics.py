@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kalmannorm.graph.program import Parameter, Program, Replay
 from kalmannorm.graph.records import Op, Ref, Trace, Value, attribute_name
+from kalmannorm.graph.weakly import Weakly
 
 
 def get_attribute(tensor: Tensor, name: str) -> Any:
@@ -55,7 +56,8 @@ class Statics:
 
     def _make(self, value: Value) -> int | None:
         if value.owner is not None:
-            return self.program.add(Parameter((), *value.owner))
+            owner, name = value.owner
+            return self.program.add(Parameter((), Weakly(owner), name))
         if value.constant is not None:
             return self.program.constant(value.constant)
         if value.op is None or value.random or value.fed:

@@ -97,7 +97,7 @@ class Together:
             Call(call.identity, call.target, norm.module)
             for norm in plan.norms.values()
             for call in norm.calls
-            if call.target is not None and norm.module is not None and (inside is None or id(norm.module) in inside)
+            if call.target is not None and (inside is None or id(norm.module.module()) in inside)
         ]
         return cls(plan.program, sorted(calls, key=lambda call: call.identity))
 
@@ -185,7 +185,7 @@ def _spread(part: Part, context: Context, results: Results) -> None:
     calls, groups = list[int](), list[int]()
     rows = list[Tensor | None]()
     for call in part.calls:
-        size, given = _groups(call.norm, context.examples), results.given[call.identity]
+        size, given = _groups(call.norm.there(), context.examples), results.given[call.identity]
         moments, gain, affine = given
         alike = all(row is None or row.dtype == gain.dtype for row in affine)
         if size > 1 and alike and moments is not None and gain.numel() == moments.mean.numel():
@@ -215,7 +215,7 @@ def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | N
     found: list[Tensor] = []
     for source in part.sources:
         owner = source.owner
-        tensor: Any = results[source.step][source.part] if owner is None else getattr(owner, source.name, None)
+        tensor: Any = results[source.step][source.part] if owner is None else getattr(owner.module(), source.name, None)
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != source.shape:
             return None
         if tensor.device != context.device or not tensor.dtype.is_floating_point:
