@@ -16,7 +16,7 @@ ROOT = Path(kalmannorm.__file__).parent
 LAYERS = [
     {"moments"},
     {"groups", "filter"},
-    {"checks", "checkpoints", "statistics", "kernels", "fused"},
+    {"checks", "checkpoints", "statistics", "kernels", "fused", "segment"},
     {"op"},
     {"functional"},
     {"distributed", "example"},
