@@ -16,7 +16,7 @@ ROOT = Path(kalmannorm.__file__).parent
 LAYERS = [
     {"moments"},
     {"groups", "filter"},
-    {"checks", "checkpoints", "statistics", "kernels", "fused", "pickles"},
+    {"checks", "checkpoints", "statistics", "kernels", "fused", "pickles", "segment"},
     {"op"},
     {"functional"},
     {"distributed", "example"},

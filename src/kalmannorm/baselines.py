@@ -20,6 +20,7 @@ from kalmannorm.groups import cast, group_size
 from kalmannorm.kernels import plain
 from kalmannorm.kernels.move import Kind
 from kalmannorm.moments import Moments
+from kalmannorm.segment import first_seen
 from kalmannorm.statistics import Groups
 
 
@@ -95,10 +96,11 @@ class BatchRenorm(GroupedNorm):
         """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
-    def clips(self) -> tuple[Tensor, Tensor]:
-        """r_max and d_max at the present batch, on the device."""
-        assert self.num_batches_tracked is not None and self.running_mean is not None
-        steps = self.num_batches_tracked.to(self.running_mean.dtype) - self.warmup_steps
+    def clips(self, batches: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """r_max and d_max after so many batches, on the device; at the present batch, where none are given."""
+        batches = self.num_batches_tracked if batches is None else batches
+        assert batches is not None and self.running_mean is not None
+        steps = batches.to(self.running_mean.dtype) - self.warmup_steps
 
         def progress(end: int) -> Tensor:
             return (steps / max(end - self.warmup_steps, 1)).clamp(0, 1)
@@ -107,19 +109,26 @@ class BatchRenorm(GroupedNorm):
 
     def _affine(self, observation: Moments) -> tuple[Tensor, Tensor]:
         """γ r and γ d + β of each group, (G, C); r and d carry no gradient."""
-        assert self.running_mean is not None and self.running_var is not None
         with torch.no_grad():
-            r_max, d_max = self.clips()
-            sigma = torch.sqrt(self.running_var + self.eps)
+            # This forward moves them, and its recomputation must find them where they were.
+            mean, var, batches = first_seen(self, self._towards)
+            r_max, d_max = self.clips(batches)
+            sigma = torch.sqrt(var + self.eps)
             r = torch.sqrt(observation.var + self.eps) / sigma
             r = torch.minimum(torch.maximum(r, 1 / r_max), r_max)
-            d = (observation.mean - self.running_mean) / sigma
+            d = (observation.mean - mean) / sigma
             d = torch.minimum(torch.maximum(d, -d_max), d_max)
         if self.weight is None or self.bias is None:
             return r, d
         # In the dtype of statistics first, or each way to γ would round its gradient to half precision by itself.
         weight, bias = cast(self.weight, r.dtype), cast(self.bias, r.dtype)
         return weight * r, weight * d + bias
+
+    def _towards(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a forward corrects towards, and the batch by which the schedule counts."""
+        mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mean is not None and var is not None and batches is not None
+        return mean, var, batches
 
     def _normalize(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool

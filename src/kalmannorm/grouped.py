@@ -28,6 +28,7 @@ from kalmannorm.functional import normalize, transformed
 from kalmannorm.groups import group_count, group_size, statistics_dtype
 from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
+from kalmannorm.segment import recompute_id
 from kalmannorm.tracking import TrackedNorm
 
 Inference = Literal["population", "batch", "example"]
@@ -36,7 +37,7 @@ INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward, as activation checkpointing does when it recomputes."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return recompute_id() != -1
 
 
 def exporting() -> bool:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from kalmannorm.fused import Argument
-from kalmannorm.graph.segment import segments
 from kalmannorm.graph.untouched import untouched
+from kalmannorm.segment import segments
 
 IN_PLACE = tuple(name for name in dir(operator) if name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__"))
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from kalmannorm.graph.plan import Plan
 from kalmannorm.graph.program import Context
 from kalmannorm.graph.scopes import Scope, State, kept_by
-from kalmannorm.graph.segment import Segment, recompute_id, segments
 from kalmannorm.graph.together import Results, Together
 from kalmannorm.kernels.move import Move
 from kalmannorm.moments import Moments, closed
 from kalmannorm.pickles import Complete, check_complete
+from kalmannorm.segment import Segment, recompute_id, segments
 
 
 class Relay:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from kalmannorm.graph.postponed import Postponed
-from kalmannorm.graph.segment import Segment
 from kalmannorm.moments import Moments
+from kalmannorm.segment import Segment
 
 Memo = dict[tuple[int | None, bool], dict[int, Any]]
 """Results of the program's steps, for each device, with and without gradients."""

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmannorm.kernels.triton_filter import mix
 from kalmannorm.kernels.triton_launch import blocks_of
-from kalmannorm.kernels.triton_norm import mix
 from kalmannorm.kernels.triton_ready import ready
 from kalmannorm.kernels.triton_turns import in_turn
 from kalmannorm.moments import Moments

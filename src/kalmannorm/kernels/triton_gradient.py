@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmannorm.kernels.triton_filter import update_backward
 from kalmannorm.kernels.triton_norm import (
     VARYING,
     channel_at,
@@ -24,7 +25,6 @@ from kalmannorm.kernels.triton_norm import (
     place,
     shares_at,
     tile_at,
-    update_backward,
 )
 from kalmannorm.kernels.triton_turns import in_turn
 

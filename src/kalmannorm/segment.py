@@ -9,10 +9,13 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 _FRAME = getattr(checkpoint, "_CheckpointFrame", ())
@@ -49,6 +52,40 @@ def segments() -> list[Segment]:
     # A checkpoint that is entered by other means than torch's function shows in its hooks alone.
     known = {id(segment.key) for segment in found}
     return found if top is None or id(top.key) in known else [top, *found]
+
+
+@dataclass
+class _Seen:
+    """What one owner's forwards in a segment read, in their order; and how many the recomputation has had so far."""
+
+    readings: list[tuple[Tensor, ...]] = field(default_factory=list)
+    recomputation: int = -1
+    again: int = 0
+
+
+def first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What `read` gives; in a recomputation, what it gave in the forward that is recomputed.
+
+    For what a forward of `owner` both reads and changes: its recomputation would otherwise find it changed.
+    """
+    return _first_seen(owner, read, segments())
+
+
+def _first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]], running: list[Segment]) -> tuple[Tensor, ...]:
+    if not running:
+        return read()
+    key = running[0].key
+    if not hasattr(key, "_kalmannorm_seen"):
+        key._kalmannorm_seen = {}
+    seen: _Seen = key._kalmannorm_seen.setdefault(owner, _Seen())
+    if not running[0].recomputed:
+        # Inside the recomputation of another segment, this one is entered anew, and reads what that one has.
+        seen.readings.append(tuple(tensor.clone() for tensor in _first_seen(owner, read, running[1:])))
+        return seen.readings[-1]
+    if seen.recomputation != recompute_id():
+        seen.recomputation, seen.again = recompute_id(), 0
+    seen.again += 1
+    return seen.readings[seen.again - 1] if seen.again <= len(seen.readings) else read()
 
 
 def _of_hooks(hooks: Any) -> Segment | None:
