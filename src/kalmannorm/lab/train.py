@@ -161,8 +161,8 @@ class Training:
         steps = self.fabric.all_gather(torch.tensor(self.done, device=self.fabric.device))
         if len(reached := sorted(set(torch.as_tensor(steps).flatten().tolist()))) > 1:
             raise LabError(
-                f"the ranks find different checkpoints in {self.folder}, of steps {', '.join(map(str, reached))}: give "
-                "an --out on a disk that all of them share"
+                f"the ranks find different checkpoints in {self.folder}, of steps {', '.join(map(str, reached))}: "
+                "give an --out on a disk that all of them share"
             )
         if self.first:
             self._describe()
