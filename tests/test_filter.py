@@ -44,6 +44,16 @@ def test_update_of_a_variance_that_overflows(gain):
     assert posterior.mean.isfinite().all()
 
 
+def test_update_does_not_overflow_on_the_way_to_a_small_variance():
+    """q = 1e-6 makes small what would overflow as x̄² alone."""
+    posterior = update(
+        Moments(torch.zeros(1, 1), torch.ones(1, 1)),
+        Moments(torch.full((1, 1), 3e19), torch.full((1, 1), 1e37)),
+        torch.tensor(1e-6),
+    )
+    torch.testing.assert_close(posterior.var.double(), torch.full((1, 1), 9.1e32).double(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("gain", [1e-6, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 1e-6])
 def test_update_and_its_gradients_have_their_digits_at_the_edges_of_the_gain(gain):
     """Nothing cancels that is not there in the formulas. `prior` is wide and far, so that p = 1 - q counts."""

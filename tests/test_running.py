@@ -165,6 +165,28 @@ def test_activation_checkpointing_of_a_sequence_without_the_model(transition):
             torch.testing.assert_close(q[1].grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:kalmannorm. a Batch.* ran, but not the norms that feed it:UserWarning")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_activation_checkpointing_of_parts_of_two_models(transition, reentrant):
+    """One segment recomputes both, and their steps have the same numbers."""
+    pair = nn.ModuleList([net(transition), net(transition)])
+    for parameter in pair[1].parameters():
+        nn.init.normal_(parameter, std=0.5)
+    twin = copy.deepcopy(pair)
+    x = torch.randn(4, 6, 5, 5, requires_grad=True)
+
+    def run(models, x):
+        return models[1].block2(models[0].block2(x).relu())
+
+    results = []
+    for function in (run, lambda models, x: checkpoint(run, models, x, use_reentrant=reentrant)):
+        function(twin if results else pair, x).square().sum().backward()
+        results.append(x.grad.clone())
+        x.grad = None
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @NON_LEAF
 @pytest.mark.parametrize("transition", TRANSITIONS)
 def test_torch_compile_has_no_graph_break_and_no_recompile(transition):

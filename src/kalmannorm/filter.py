@@ -42,8 +42,9 @@ def mix(prior: Moments, observation: Moments, trust: Tensor, doubt: Tensor) -> M
     # Not `torch.lerp`: where the observation overflows, it subtracts infinity from infinity.
     mean = torch.addcmul(doubt * prior.mean, trust, observation.mean)
     if prior.cov is None or observation.cov is None:
-        seen = torch.addcmul(observation.var, doubt * surprise, surprise)
-        return Moments(mean, torch.addcmul(doubt * prior.var, trust, seen))
+        # Both gains come before the surprise is squared, or a square might overflow that they make small.
+        var = torch.addcmul(doubt * prior.var, trust, observation.var)
+        return Moments(mean, torch.addcmul(var, trust * doubt * surprise, surprise))
     outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
     cov = doubt * prior.cov + trust * observation.cov + trust * doubt * outer
     return Moments(mean, cov.diagonal(dim1=-2, dim2=-1), cov)

@@ -245,7 +245,7 @@ def moved(mean: Tensor, var: Tensor, batch: Pair, alpha: float, kind: str, eps: 
     error = batch[1].error + (1 - alpha) * (2 * step.abs() * off + off.square() if kind == "total" else 0)
     target = batch[1].value + spread
     size = var + alpha * target
-    return middle, Amount(var + alpha * (target - var), size, alpha * error + at.u * size + at.tiny)
+    return middle, Amount(var + alpha * (target - var), var + target, alpha * error + at.u * size + at.tiny)
 
 
 def mixed(parts: list[tuple[Tensor, Pair]], at: Precision) -> Pair:

@@ -119,7 +119,7 @@ class Relay:
         inner = self.state.inner
         for segment in reversed(running):
             if segment.recomputed:
-                kept = kept_by(segment)
+                kept = kept_by(segment, self)
                 if kept.recomputation is None or kept.recomputation[0] != recompute_id():
                     kept.recomputation = (recompute_id(), Scope())
                 scope = kept.recomputation[1]
@@ -147,7 +147,7 @@ class Relay:
         counts[first] = count + 1
         if not running:
             return count
-        kept = kept_by(running[0])
+        kept = kept_by(running[0], self)
         if running[0].recomputed:
             return kept.counts.get(first, 0) + count
         total = self._count(first, running[1:], scopes[1:])
@@ -223,7 +223,7 @@ class Relay:
                 return posteriors[candidate]
         if not running:
             return None
-        kept = kept_by(running[0])
+        kept = kept_by(running[0], self)
         if running[0].recomputed:
             return kept.entering.get(source)
         posterior = self._arrived(source, running[1:], scopes[1:])

@@ -52,9 +52,9 @@ class State(threading.local):
         self.postponed = Postponed()
 
 
-def kept_by(segment: Segment) -> Kept:
-    kept: Kept | None = getattr(segment.key, "_kalmannorm_kept", None)
-    if kept is None:
-        kept = Kept()
-        segment.key._kalmannorm_kept = kept
+def kept_by(segment: Segment, relay: object) -> Kept:
+    """Of each relay by itself: parts of several models may run in one segment, and number their steps alike."""
+    if not hasattr(segment.key, "_kalmannorm_kept"):
+        segment.key._kalmannorm_kept = {}
+    kept: Kept = segment.key._kalmannorm_kept.setdefault(relay, Kept())
     return kept

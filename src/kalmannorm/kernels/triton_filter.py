@@ -16,7 +16,7 @@ def update(mean, var, prior_mean, prior_var, q):
 def mix(mean, var, prior_mean, prior_var, q, p):
     """As `filter.mix`."""
     d = mean - prior_mean
-    return p * prior_mean + q * mean, p * prior_var + q * (var + p * d * d)
+    return p * prior_mean + q * mean, p * prior_var + q * var + p * q * d * d
 
 
 @triton.jit
