@@ -254,10 +254,11 @@ def mixed(parts: list[tuple[Tensor, Pair]], at: Precision) -> Pair:
     size = sum((weight * moments[0].terms for weight, moments in parts), torch.zeros(()))
     error = sum((weight * moments[0].error for weight, moments in parts), torch.zeros(())) + at.u * size + at.tiny
     var, var_error = torch.zeros_like(mean), torch.zeros_like(mean)
-    widest = torch.stack([(moments[0].value - mean).abs() for _, moments in parts]).amax(0)
+    squares = [(centre.value - mean).square() + spread.value + spread.error for _, (centre, spread) in parts]
     for weight, (centre, spread) in parts:
         away = (centre.value - mean).abs()
         off = centre.error + error + at.u * (centre.terms + size)
         var = var + weight * (spread.value + away.square())
         var_error = var_error + weight * (spread.error + 2 * away * off + off.square())
-    return Amount(mean, size, error), Amount(var, var + widest.square(), var_error + at.u * var + at.tiny)
+    highest = torch.stack(squares).amax(0)  # whatever its weight
+    return Amount(mean, size, error), Amount(var, highest, var_error + at.u * var + at.tiny)

@@ -107,7 +107,8 @@ class Truth:
         grads = [g.double() for g in case.grads]
         backward = bounds.differentiate(x, grads, self.slabs, forward, prior, gain, weight, self.at, aten.FAR)
         self.judge = Judge(call, case.x, self.slabs, self.at, found)
-        self.judge.beyond(forward.highest * self.slabs.count, backward.highest)
+        highest = forward.highest + forward.observed_var.error
+        self.judge.beyond(highest * self.slabs.count, backward.highest)
         outputs = (y, forward.mean, forward.var, forward.observed_mean, forward.observed_var)
         amounts = dict(zip(OUTPUTS, outputs, strict=True))
         amounts |= {f"gradient of {name}": getattr(backward, name.replace(" ", "_")) for name in INPUTS}

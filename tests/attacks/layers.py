@@ -238,6 +238,6 @@ def judge_output(y: Tensor, layer: Any, by: Pair, naive: Tensor, slabs: bounds.S
     rho = bounds.inverse_deviation(by[1], layer.eps, at)
     exact = bounds.normalized(x.double(), slabs, by[0], rho, weight, bias, at)
     judge = Judge(f"{truth.judge.call}, {layer.inference} inference", x, slabs, at, truth.judge.found)
-    summed = by[1].terms * (layer.statistics_batch_size * slabs.count)
+    summed = by[1].terms * slabs.count
     judge.beyond(slabs.view(exact.terms).amax((1, 3)), summed.expand_as(judge.overflows))
     judge.compare("y", y, exact.value, naive, exact.error)
