@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
 def _possible(annotation: str, value: Any) -> bool:
     if type(value) not in _KINDS.get(annotation, (str,)):
         return False
-    return not isinstance(value, (int, float)) or abs(value) < 2**64  # NaN and infinity are not
+    return type(value) is not float or math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
