@@ -160,6 +160,19 @@ def test_a_damaged_manifest_of_a_run(capsys, finished, tmp_path):
     assert run(["evaluate", str(folder), "--no-recalibrate", "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize("files", [[], None, {"recipe.json": {}}, {"recipe.json": "x"}, {"x": {"bytes": "1"}}], ids=str)
+def test_a_manifest_of_something_else(capsys, finished, tmp_path, files):
+    """Its own digest is right, as where another program wrote it."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / "manifest.json").write_bytes(manifest.sealed({"format": 1, "files": files}))
+    for command in (["evaluate"], ["train", "--resume"]):
+        assert "manifest.json is damaged (its files are no sizes and digests): delete it" in said(
+            capsys, *command, str(folder)
+        )
+    assert run(["report", str(folder), "--out", str(tmp_path / "page.html"), "--no-draw"]) == 0
+    assert "manifest.json is damaged" in capsys.readouterr().err
+
+
 def test_a_damaged_manifest_does_not_cost_the_result(broken):
     """The end of a long run finds it so: what is written then is protected all the same."""
 
