@@ -186,10 +186,13 @@ class Execution:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Execution:
-        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know."""
+        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know.
+
+        Kinds are checked, numbers are not: another machine may refuse them, and a user may replace them.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
         _check_kinds(cls, kept, "execution")
         if kept.get("data_root") is not None:
             kept["data_root"] = Path(kept["data_root"])
-        return cls(**kept).checked()
+        return cls(**kept)
