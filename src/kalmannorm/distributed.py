@@ -143,8 +143,8 @@ class Company(NamedTuple):
 def whereabouts(group: Any, here: int, others: list[int], place: str) -> dict[int, str | None]:
     """Where the other ranks of a group wait, after an exchange of this one has failed at a place; None: nowhere.
 
-    Whoever fails writes its place into the group's store, beside those of its earlier failures. Ranks that wait for each
-    other fail at about the same time, and equally often.
+    Whoever fails writes its place into the group's store, beside those of its earlier failures. Ranks that wait for
+    each other fail at about the same time, and equally often.
     """
     found: dict[int, str | None] = dict.fromkeys(others)
     try:
