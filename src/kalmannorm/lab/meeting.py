@@ -35,7 +35,7 @@ def meet(device_type: str) -> None:
         store=of_this_start(store, rank, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=default_pg_timeout,  # NCCL's own is a third of it, and the first rank evaluates and saves alone
+        timeout=default_pg_timeout,  # NCCL's own is a third of it, and the first rank saves alone
         device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else None,
     )
 
