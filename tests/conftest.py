@@ -13,7 +13,7 @@ from lab_runs import among_few_objects
 
 torch.set_num_threads(1)
 
-LABS = ("test_lab_", "test_formats")
+LABS = ("test_lab_", "test_formats", "test_freeing")
 """Modules of tests that build most models inside themselves."""
 
 

@@ -465,18 +465,23 @@ def test_an_empty_batch_is_named_on_all_ranks(ranks, name):
     assert said.startswith("a BatchKalmanNorm2d(3): ") and "got an empty batch on rank 1; give every rank" in said
 
 
-def test_ranks_that_wait_elsewhere_are_told_from_those_that_are_missing():
+def test_ranks_that_wait_elsewhere_are_told_from_those_that_are_missing(monkeypatch):
+    monkeypatch.setattr(distributed, "GRACE", 0.1)
+
     class Group:
         store = dist.HashStore()
 
         def get_group_store(self):
             return self.store
 
-    Group.store.set("kalmannorm/2", "layer 'a'")
-    Group.store.set("kalmannorm/3", "layer 'b'")
+    Group.store.set("kalmannorm/2/1", "layer 'a'")
+    Group.store.set("kalmannorm/3/1", "layer 'b'")
     found = distributed.whereabouts(Group(), 0, [1, 2, 3], "layer 'a'")
     assert found == {1: None, 2: "layer 'a'", 3: "layer 'b'"}
-    assert Group.store.get("kalmannorm/0") == b"layer 'a'"
+    assert Group.store.get("kalmannorm/0/1") == b"layer 'a'"
+    Group.store.set("kalmannorm/3/2", "layer 'c'")
+    found = distributed.whereabouts(Group(), 0, [2, 3], "layer 'c'")
+    assert found == {2: None, 3: "layer 'c'"}, "rank 2 waited in the failure before"
     assert distributed.whereabouts(object(), 0, [1], "layer 'a'") == {1: None}
     assert distributed.whereabouts(object(), 0, [1, 2], "layer 'a'") == {}, "one of them, but which?"
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from kalmannorm.cli.app import run as command
 from kalmannorm.lab import memory
 from kalmannorm.lab.analyse import analyse
 from kalmannorm.lab.bench.turns import check_rounds
@@ -113,6 +114,16 @@ def test_a_recipe_that_was_edited_by_hand(capsys, finished, tmp_path, command, n
     (tmp_path / "recipe.json").write_text(json.dumps(record))
     line = said(capsys, *command, str(tmp_path))
     assert str(tmp_path / "recipe.json") in line and "must" in line
+
+
+@pytest.mark.parametrize("options", [[], ["--threads", "1"]], ids=str)
+def test_a_run_that_began_on_a_machine_with_more_cores(capsys, finished, tmp_path, few_threads, options):
+    record = json.loads((finished / "recipe.json").read_text())
+    record["execution"]["threads"] = 10**6
+    (tmp_path / "recipe.json").write_text(json.dumps(record))
+    assert command(["train", "--resume", str(tmp_path), *options, "--json"]) == 0
+    capsys.readouterr()
+    assert "must be a whole number" in said(capsys, "train", "--resume", str(tmp_path), "--threads", "1000000")
 
 
 @pytest.mark.parametrize(

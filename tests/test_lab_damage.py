@@ -149,6 +149,8 @@ def test_a_lost_file_of_a_finished_run(capsys, finished, tmp_path, name):
     (folder / name).unlink()
     with pytest.raises(DamagedError, match=f"{name} is damaged .No such file or directory.: restore it"):
         Run.read(folder).events() if name == "log.jsonl" else load_run(folder, device="cpu")
+    if name == "model.safetensors":
+        assert said(capsys, "train", "--resume", str(folder)) == said(capsys, "evaluate", str(folder))
 
 
 def test_a_damaged_manifest_of_a_run(capsys, finished, tmp_path):
@@ -158,6 +160,19 @@ def test_a_damaged_manifest_of_a_run(capsys, finished, tmp_path):
     assert "manifest.json is damaged (its own sha256 differs): delete it to read the files beside it" in line
     (folder / "manifest.json").unlink()
     assert run(["evaluate", str(folder), "--no-recalibrate", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("files", [[], None, {"recipe.json": {}}, {"recipe.json": "x"}, {"x": {"bytes": "1"}}], ids=str)
+def test_a_manifest_of_something_else(capsys, finished, tmp_path, files):
+    """Its own digest is right, as where another program wrote it."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    (folder / "manifest.json").write_bytes(manifest.sealed({"format": 1, "files": files}))
+    for command in (["evaluate"], ["train", "--resume"]):
+        assert "manifest.json is damaged (its files are no sizes and digests): delete it" in said(
+            capsys, *command, str(folder)
+        )
+    assert run(["report", str(folder), "--out", str(tmp_path / "page.html"), "--no-draw"]) == 0
+    assert "manifest.json is damaged" in capsys.readouterr().err
 
 
 def test_a_damaged_manifest_does_not_cost_the_result(broken):

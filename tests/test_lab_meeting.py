@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
+from kalmannorm.lab import meeting
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.meeting import lost_ranks_told, of_this_start
 
@@ -56,3 +58,13 @@ def test_only_the_loss_of_a_rank_is_told_in_one_line():
         raise RuntimeError(gloo)
     with pytest.raises(RuntimeError, match="mat1 and mat2"), lost_ranks_told():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_wait_for_each_other_as_long_on_every_device(monkeypatch, device):
+    given = {}
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(meeting, "rendezvous", lambda _: iter([(HashStore(), 0, 1)]))
+    monkeypatch.setattr(meeting.distributed, "init_process_group", lambda *_, **options: given.update(options))
+    meeting.meet(device)
+    assert given["timeout"] == timedelta(minutes=30)

@@ -62,7 +62,7 @@ LOST = [
     ("recipe.json", "1" * 5000, "damaged"),
     ("recipe.json", '{"recipe": {"method": "bqn"}}', "unknown method 'bqn'"),
     ("recipe.json", '{"recipe": {"learning_rate": NaN}}', "learning_rate cannot be nan"),
-    ("recipe.json", f'{{"recipe": {{"epochs": 1{"0" * 400}}}}}', "epochs cannot be 1000"),
+    ("recipe.json", f'{{"recipe": {{"epochs": 1{"0" * 400}}}}}', f"of at most 1e+06, got 1{'0' * 17}...0"),
     ("result.json", DEEP, "nested too deeply"),
     ("result.json", '{"accuracy": {}, "diverged": "no"}', "diverged is neither true nor false"),
 ]
@@ -208,10 +208,10 @@ def test_of_several_drawings_the_first_that_can_be_read_is_shown(runs):
     assert "no prior: no norm before it" in page
 
 
-def test_letters_that_no_file_can_hold_are_replaced(runs, tmp_path):
+def test_letters_that_no_file_can_hold_are_escaped(runs, tmp_path):
     record = read_json(runs[0] / "recipe.json")
     record["recipe"]["dataset"] = "di\udc80gits\x00"
     record["origin"]["command"] = "\ud800"
     (runs[0] / "recipe.json").write_text(json.dumps(record))
     page, told = reported(runs[0].parent)
-    assert told == [] and "di\ufffdgits\ufffd" in page
+    assert told == [] and r"di\udc80gits\x00" in page

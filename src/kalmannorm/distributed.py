@@ -143,17 +143,19 @@ class Company(NamedTuple):
 def whereabouts(group: Any, here: int, others: list[int], place: str) -> dict[int, str | None]:
     """Where the other ranks of a group wait, after an exchange of this one has failed at a place; None: nowhere.
 
-    Whoever fails writes its place into the group's store. Ranks that wait for each other fail at about the same time.
+    Whoever fails writes its place into the group's store, beside those of its earlier failures. Ranks that wait for
+    each other fail at about the same time, and equally often.
     """
     found: dict[int, str | None] = dict.fromkeys(others)
     try:
         store = group.get_group_store()
-        store.set(f"kalmannorm/{here}", place)
+        number = store.add(f"kalmannorm/{here}", 1)
+        store.set(f"kalmannorm/{here}/{number}", place)
         until = time.monotonic() + GRACE
         while None in found.values() and time.monotonic() < until:
             for rank in others:
-                if found[rank] is None and store.check([f"kalmannorm/{rank}"]):
-                    found[rank] = store.get(f"kalmannorm/{rank}").decode()
+                if found[rank] is None and store.check([f"kalmannorm/{rank}/{number}"]):
+                    found[rank] = store.get(f"kalmannorm/{rank}/{number}").decode()
             time.sleep(0.02)
     except (AttributeError, RuntimeError):  # torch of an older version, or the store's process has ended
         return {} if len(others) > 1 else found

@@ -1,4 +1,4 @@
-"""Damage to the files of a run's folder: bits flipped, bytes zeroed or replaced, ends cut off, files gone.
+"""Damage to a run's files: bits flipped, bytes zeroed or replaced, ends cut off, files gone, manifests of other things.
 
 Each attack damages one file of a run, finished or not, then reads the run's records, loads its weights and resumes it.
 All of it must end in the undisturbed numbers, perhaps from the checkpoint before, or in a `LabError` of one line. Some
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kalmannorm.lab import manifest
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.loading import load_run
 from kalmannorm.lab.recipe import Execution, Recipe
@@ -58,8 +59,8 @@ def _run(count: int, seed: int, folder: Path) -> dict[str, int]:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(runs[victim], copy)
         if not verified:
-            for manifest in copy.rglob("manifest.json"):
-                manifest.unlink()
+            for digests in copy.rglob(manifest.NAME):
+                digests.unlink()
         path = draw.choice(sorted(each for each in copy.rglob("*") if each.is_file()))
         damage = draw.choice(DAMAGES)
         damage(path, draw)
@@ -159,6 +160,12 @@ def remove(path: Path, draw: random.Random) -> None:
     path.unlink()
 
 
+def list_something_else(path: Path, draw: random.Random) -> None:
+    """In a manifest beside the file, whose own digest is right."""
+    files = draw.choice([[], None, {path.name: {}}, {path.name: "x"}, {path.name: {"bytes": "1", "sha256": None}}])
+    path.with_name(manifest.NAME).write_bytes(manifest.sealed({"format": 1, "files": files}))
+
+
 DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
     flip_a_bit,
     change_a_character,
@@ -166,4 +173,5 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
     replace_a_part,
     cut_off,
     remove,
+    list_something_else,
 )

@@ -24,7 +24,7 @@ import torch
 from kalmannorm.lab import checkpoint
 from lab_runs import ENVIRONMENT, launcher, numbers, weights, workers
 
-MUST_BE_ZERO = ("lost", "unequal")
+MUST_BE_ZERO = ("lost", "unequal", "tracebacks")
 
 KINDS = ("process", "rank", "job", "rank", "interrupt", "rank")
 """What is attacked, in turn."""
@@ -53,7 +53,7 @@ MOMENTS: dict[str, Moment] = {
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    counts = dict.fromkeys(("kills", "interrupts", "restarts", "lost", "unequal", "tracebacks"), 0)
+    counts = dict.fromkeys(("kills", "interrupts", "restarts", *MUST_BE_ZERO), 0)
     undisturbed: dict[int, tuple[Path, float]] = {}
     for number in range(count):
         rng = random.Random(f"{seed} {number}")

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
 
+from kalmannorm.lab import manifest
 from kalmannorm.lab.recipe import Recipe
 from kalmannorm.lab.records import Run
 from kalmannorm.lab.report import plotting
@@ -266,9 +267,16 @@ def _hostile_drawing(path: Path, rng: random.Random) -> bool:
     return depth > 50 or "DOCTYPE" in head
 
 
+def _other_manifest(path: Path, rng: random.Random) -> bool:
+    """Beside the file, one whose own digest is right and whose entries are none."""
+    files = rng.choice([[], None, 7, {path.name: {}}, {path.name: "x"}, {path.name: {"bytes": 1, "sha256": []}}])
+    path.with_name(manifest.NAME).write_bytes(manifest.sealed({"format": 1, "files": files}))
+    return True
+
+
 _ANY: tuple[Way, ...] = (_cut, _changed_bytes, _other_content, _other_kind)
 WAYS: dict[str, tuple[Way, ...]] = {
-    ".json": (*_ANY, *(_other_values,) * 6),
+    ".json": (*_ANY, _other_manifest, *(_other_values,) * 6),
     ".jsonl": (*_ANY, *(_other_lines,) * 3),
     ".svg": (*_ANY, *(_hostile_drawing,) * 4),
 }

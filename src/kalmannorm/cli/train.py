@@ -116,7 +116,14 @@ def _resumed(folder: Path, given: list[str]) -> Recipe:
 
 
 def _saved_execution(folder: Path) -> dict[str, Any]:
-    """How it ran before, but for the device, which may be another now."""
+    """How it ran before, but for the device, which may be another now, and more threads than this machine allows."""
     from kalmannorm.lab.records import Run
+    from kalmannorm.lab.resolve import check_threads
 
-    return {name: value for name, value in vars(Run.read(folder).execution).items() if name != "device"}
+    saved = vars(Run.read(folder).execution)
+    unfit = {"device"}
+    try:
+        check_threads(saved["threads"])
+    except LabError:
+        unfit.add("threads")
+    return {name: value for name, value in saved.items() if name not in unfit}

@@ -6,6 +6,7 @@ Bounds are wide: they keep out what no run can mean, or what the code that compu
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import NamedTuple
 
 from kalmannorm.lab.errors import LabError, option
@@ -21,7 +22,7 @@ class Bounds(NamedTuple):
     def check(self, name: str, value: float) -> None:
         """NaN lies within no bounds."""
         if not self.least <= value <= self.most:
-            raise LabError(f"{option(name)} must be {self.words}, got {value}")
+            raise LabError(f"{option(name)} must be {self.words}, got {reprlib.repr(value)}")
 
 
 def _shown(number: float) -> str:

@@ -26,6 +26,7 @@ from kalmannorm.lab.errors import DamagedError
 from kalmannorm.lab.formats import FORMAT, upgraded
 
 NAME = "manifest.json"
+UNVERIFIED = "delete it to read the files beside it unverified"
 
 Entry = dict[str, Any]
 """{"bytes": …, "sha256": …} of a file."""
@@ -37,7 +38,11 @@ def entry(content: bytes) -> Entry:
 
 def written(files: Mapping[str, Entry]) -> bytes:
     """The manifest of these files."""
-    record = {"format": FORMAT, "files": dict(files)}
+    return sealed({"format": FORMAT, "files": dict(files)})
+
+
+def sealed(record: dict[str, Any]) -> bytes:
+    """A record with its own digest."""
     return (json.dumps({**record, "sha256": _digest(record)}, indent=1) + "\n").encode()
 
 
@@ -52,9 +57,18 @@ def entries(folder: Path) -> dict[str, Entry]:
     except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
         intact = False
     if not intact:
-        raise DamagedError(path, "its own sha256 differs", "delete it to read the files beside it unverified")
-    files: dict[str, Entry] = upgraded(record, path)["files"]
+        raise DamagedError(path, "its own sha256 differs", UNVERIFIED)
+    files = upgraded(record, path).get("files")
+    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise DamagedError(path, "its files are no sizes and digests", UNVERIFIED)
     return files
+
+
+def _is_entry(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    size, digest = value.get("bytes"), value.get("sha256", 0)
+    return type(size) is int and (digest is None or isinstance(digest, str))
 
 
 def verified(folder: Path, name: str, remedy: str | None = None) -> bytes:

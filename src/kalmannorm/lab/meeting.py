@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 from torch.distributed import DistError
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -34,6 +35,7 @@ def meet(device_type: str) -> None:
         store=of_this_start(store, rank, ranks),
         rank=rank,
         world_size=ranks,
+        timeout=default_pg_timeout,  # NCCL's own is a third of it, and the first rank saves alone
         device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
 def _possible(annotation: str, value: Any) -> bool:
     if type(value) not in _KINDS.get(annotation, (str,)):
         return False
-    return not isinstance(value, (int, float)) or abs(value) < 2**64  # NaN and infinity are not
+    return type(value) is not float or math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +186,13 @@ class Execution:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Execution:
-        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know."""
+        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know.
+
+        Kinds are checked, numbers are not: another machine may refuse them, and a user may replace them.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
         _check_kinds(cls, kept, "execution")
         if kept.get("data_root") is not None:
             kept["data_root"] = Path(kept["data_root"])
-        return cls(**kept).checked()
+        return cls(**kept)

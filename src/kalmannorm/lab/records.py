@@ -274,39 +274,30 @@ class Run:
 
     def events(self, kind: str | None = None) -> list[Record]:
         """Events of the log; a last line that a crash cut short is left out."""
-        found, wrong = self.events_in_part()
+        found, wrong = _events(self._log())
         if wrong:
             raise DamagedError(self.folder / "log.jsonl", wrong[0], "delete its folder and run it again")
         return [event for event in found if kind is None or event["event"] == kind]
 
     def events_in_part(self) -> tuple[list[Record], list[str]]:
         """The events that can be read, and what is wrong with the other lines."""
-        path = self.folder / "log.jsonl"
         try:
-            # The digest of a log that still grows is in the newest checkpoint.
-            known = self.finished and path.name in manifest.entries(self.folder)
-            content = manifest.verified(self.folder, path.name) if known else path.read_bytes()
-        except FileNotFoundError:
-            content = b""
+            return _events(self._log())
         except DamagedError as error:
             return [], [error.found]
+
+    def _log(self) -> bytes:
+        """The content of log.jsonl, verified where it has a digest; nothing where there is none yet."""
+        path = self.folder / "log.jsonl"
+        # The digest of a log that still grows is in the newest checkpoint.
+        if self.finished and path.name in manifest.entries(self.folder):
+            return manifest.verified(self.folder, path.name)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return b""
         except OSError as error:
-            return [], [error.strerror or str(error)]
-        lines = content.splitlines()
-        found: list[Record] = []
-        wrong: list[str] = []
-        for number, line in enumerate(lines):
-            place = f"line {number + 1}"
-            try:
-                event = json.loads(line)
-                shape = shapes.EVENTS[event["event"]]
-            except (ValueError, TypeError, KeyError, RecursionError):
-                if number < len(lines) - 1:
-                    wrong.append(f"{place} is no event")
-                continue
-            if (fitted := shape(event, place, wrong)) is not None:
-                found.append({"event": event["event"], **fitted})
-        return found, wrong
+            raise DamagedError(path, error.strerror or str(error), "restore it from a copy") from error
 
     def analysis(self, name: str) -> Record | None:
         path = self.folder / "analysis" / f"{name}.json"
@@ -316,6 +307,25 @@ class Run:
         """The layers of an analysis that can be read, and what is wrong with the others."""
         record, wrong = self.analysis(name), list[str]()
         return None if record is None else shapes.ANALYSES[name](record, "", wrong), wrong
+
+
+def _events(log: bytes) -> tuple[list[Record], list[str]]:
+    """The events in a log, and what is wrong with the lines that hold none."""
+    lines = log.splitlines()
+    found: list[Record] = []
+    wrong: list[str] = []
+    for number, line in enumerate(lines):
+        place = f"line {number + 1}"
+        try:
+            event = json.loads(line)
+            shape = shapes.EVENTS[event["event"]]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number < len(lines) - 1:
+                wrong.append(f"{place} is no event")
+            continue
+        if (fitted := shape(event, place, wrong)) is not None:
+            found.append({"event": event["event"], **fitted})
+    return found, wrong
 
 
 _NO_ANALYSIS = "delete it, and analyse the run again"

@@ -20,8 +20,12 @@ LARGEST, SMALLEST = 1e60, 1e-60
 
 
 def plain_text(words: str) -> str:
-    """Without control characters and halves of surrogate pairs: neither HTML, nor SVG, nor a file can hold them."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", words)
+    """With control characters and halves of surrogate pairs as escapes: HTML, SVG and files cannot hold them."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", _escape, words)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def _told(value: Any) -> str:

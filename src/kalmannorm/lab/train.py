@@ -115,7 +115,7 @@ def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
             f"{getattr(recipe, name)}: give another --out"
         )
     result = run.result
-    if result is not None and (folder / "model.safetensors").is_file():
+    if result is not None and "model.safetensors" in manifest.entries(folder):
         manifest.verified(folder, "model.safetensors", run.remedy("it and result.json"))
     if result is not None and result.get("diverged"):
         raise DivergedError(f"the run in {folder} diverged at step {result.get('steps')}; that is its result")
