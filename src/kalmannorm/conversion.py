@@ -302,6 +302,8 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
 def _connect(model: nn.Module, plan: Plan) -> None:
     """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
     _disconnect(model)
+    for owner in plan.program.owned():
+        owner.hold()  # a norm has got other tensors since it was traced
     relay, kept = Relay(plan), keepable(plan)
     for name, wired in plan.norms.items():
         calls = wired.calls

@@ -18,11 +18,15 @@ REMEDY = (
 
 def check_complete(unpickled: object, names: Iterable[str]) -> None:
     """Raise unless what was unpickled has these attributes."""
-    missing = sorted(name for name in names if not hasattr(unpickled, name))
-    if missing:
+    _check_none_missing(unpickled, (name for name in names if not hasattr(unpickled, name)))
+
+
+def _check_none_missing(unpickled: object, missing: Iterable[str]) -> None:
+    names = ", ".join(map(repr, sorted(missing)))
+    if names:
         raise ValueError(
-            f"this pickled {type(unpickled).__name__} has no {', '.join(map(repr, missing))}: another version of "
-            f"kalmannorm pickled it. Pickles of whole models are for one version; {REMEDY}"
+            f"this pickled {type(unpickled).__name__} has no {names}: another version of kalmannorm pickled it. "
+            f"Pickles of whole models are for one version; {REMEDY}"
         )
 
 
@@ -40,4 +44,6 @@ class Complete:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        check_complete(self, (field.name for field in dataclasses.fields(self)))  # type: ignore[arg-type]
+        # Its own fields: a default of the class would stand for one that is missing.
+        names = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        _check_none_missing(self, names - set(state))

@@ -152,7 +152,8 @@ class _Builder:
         self._add_leaves(bundle, nodes, needs)
         calls = [call for call in calls if getattr(call.norm.module(), "gain_logit", None) is not None]
         for bit, call in enumerate(calls, len(steps)):
-            norm = call.norm.there()
+            norm = call.norm.module()
+            assert norm is not None
             logit, channels = norm.gain_logit, norm.num_features
             assert isinstance(logit, Tensor) and isinstance(channels, int)
             place_of = self._tensor(Source(tuple(logit.shape), call.norm, "gain_logit"), 1 << bit)
@@ -251,10 +252,9 @@ class _Builder:
         for i in nodes:
             node, belief = self.nodes[i], self.nodes[i].work.belief
             if belief is not None:
-                norm = belief.norm.there()
                 places = [
                     None
-                    if getattr(norm, name) is None
+                    if belief.norm.tensor(name) is None
                     else self._tensor(Source((node.size,), belief.norm, name), needs[i])
                     for name in ("bias", "weight")
                 ]

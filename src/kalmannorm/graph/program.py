@@ -50,8 +50,7 @@ class NormBelief(Step):
     channels: int = 0
 
     def run(self, given: list[Any], context: Context) -> Moments:
-        norm = self.norm.there()
-        return _belief(norm.weight, norm.bias, self.channels, context)
+        return _belief(self.norm.tensor("weight"), self.norm.tensor("bias"), self.channels, context)
 
 
 @dataclass
@@ -104,7 +103,7 @@ class Parameter(Step):
     name: str = ""
 
     def run(self, given: list[Any], context: Context) -> Any:
-        tensor = getattr(self.owner.there(), self.name)
+        tensor = self.owner.tensor(self.name)
         return tensor if tensor.device == context.device else tensor.to(context.device)
 
 
@@ -317,6 +316,11 @@ class Program(Complete):
                 continue
             memo[index] = step.run([memo[i] for i in step.inputs], context)
             pending.pop()
+
+    def owned(self) -> list[Weakly]:
+        """The modules whose tensors any step reads."""
+        beliefs = [step.norm for step in self.steps if isinstance(step, NormBelief)]
+        return beliefs + [step.owner for step in self.steps if isinstance(step, Parameter)]
 
     def owners(self, target: int) -> list[Weakly]:
         """The modules whose parameters a step depends on."""

@@ -108,12 +108,19 @@ class Together:
             return
         if not results.checked:
             with self.lock:
+                self._forget_deleted()
                 if not self.built or self._outdated():
                     self._build(context)
             results.checked = True
         number = self.of_call.get(call, self.of_step.get(target))
         if number is not None and number not in results.tried:
             self._fill(number, context, results)
+
+    def _forget_deleted(self) -> None:
+        """Norms that were replaced in the model are asked for nothing any more."""
+        calls = [call for call in self.calls if call.norm.module() is not None]
+        if len(calls) < len(self.calls):
+            self.calls, self.built = calls, False
 
     def _outdated(self) -> bool:
         steps = self.program.steps
@@ -185,7 +192,7 @@ def _spread(part: Part, context: Context, results: Results) -> None:
     calls, groups = list[int](), list[int]()
     rows = list[Tensor | None]()
     for call in part.calls:
-        size, given = _groups(call.norm.there(), context.examples), results.given[call.identity]
+        size, given = _groups(call.norm.module(), context.examples), results.given[call.identity]
         moments, gain, affine = given
         alike = all(row is None or row.dtype == gain.dtype for row in affine)
         if size > 1 and alike and moments is not None and gain.numel() == moments.mean.numel():
@@ -215,7 +222,7 @@ def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | N
     found: list[Tensor] = []
     for source in part.sources:
         owner = source.owner
-        tensor: Any = results[source.step][source.part] if owner is None else getattr(owner.module(), source.name, None)
+        tensor: Any = results[source.step][source.part] if owner is None else owner.tensor(source.name)
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != source.shape:
             return None
         if tensor.device != context.device or not tensor.dtype.is_floating_point:

@@ -1,6 +1,7 @@
 """Modules that a relay knows of and does not keep: the model keeps them, and the relay is a part of the model.
 
-So a deleted model is freed at once. Copies and pickles follow such a reference, as they would any other.
+So a deleted model is freed at once. What a prior reads of a module are its tensors. Those are kept, because a part of a
+model may be used without the rest. Copies and pickles follow such a reference, as they would any other.
 """
 
 from __future__ import annotations
@@ -13,27 +14,52 @@ from torch import nn
 
 
 class Weakly:
-    """A module, which somebody else keeps."""
+    """A module, which somebody else keeps, and its tensors by their names."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._reference = None if module is None else weakref.ref(module)
+        self._tensors: tuple[dict[str, Any], ...] = ()
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep the tensors that the module has now, and those that come into their places."""
+        module = self.module()
+        if module is not None:
+            self._tensors = module._parameters, module._buffers
 
     def module(self) -> nn.Module | None:
         """None where it is gone."""
         return None if self._reference is None else self._reference()
 
-    def there(self) -> Any:
-        """The module, which must be there."""
-        found = self.module()
-        if found is None:
-            raise RuntimeError(
-                "kalmannorm: a prior reads a layer that was deleted with the model it was in; keep that model, or "
-                "convert this part of it by itself"
-            )
-        return found
+    def tensor(self, name: str) -> Any:
+        """An attribute of the module; of one that is gone, a parameter or buffer."""
+        module = self.module()
+        if module is not None:
+            return getattr(module, name)
+        for held in self._tensors:
+            if name in held:
+                return held[name]
+        raise RuntimeError(
+            f"kalmannorm: a prior reads {name!r} of a layer that was deleted with the model it was in; keep that "
+            "model, or convert this part of it by itself"
+        )
+
+    def parameter(self, name: str) -> Any:
+        """A parameter that is stored in the module; None where there is none of that name, or where it is computed."""
+        return self._tensors[0].get(name) if self._tensors else None
+
+    def identity(self) -> int:
+        """A number for the module, also when it is gone."""
+        return id(self._tensors[0]) if self._tensors else id(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Weakly:
-        return Weakly(copy.deepcopy(self.module(), memo))
+        copied = Weakly(None)
+        copied.__setstate__(copy.deepcopy((self.module(), self._tensors), memo))
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Weakly, (self.module(),)
+        return Weakly, (None,), (self.module(), self._tensors)
+
+    def __setstate__(self, state: tuple[nn.Module | None, tuple[dict[str, Any], ...]]) -> None:
+        module, self._tensors = state
+        self._reference = None if module is None else weakref.ref(module)

@@ -45,8 +45,8 @@ class LayerOf(NamedTuple):
     axes: tuple[Axis, ...]
 
     def identity(self) -> tuple[object, ...]:
-        bias = None if self.bias is None else (id(self.bias.owner.there()), self.bias.name)
-        return id(self.weight.owner.there()), self.weight.name, bias, self.groups, self.transposed, self.axes
+        bias = None if self.bias is None else (self.bias.owner.identity(), self.bias.name)
+        return self.weight.owner.identity(), self.weight.name, bias, self.groups, self.transposed, self.axes
 
     def shape(self) -> tuple[int, ...]:
         tensor = _parameter(self.weight)
@@ -180,5 +180,5 @@ def _layer(program: Program, step: Apply) -> LayerOf | None:
 
 
 def _parameter(step: Parameter) -> Tensor | None:
-    found: Tensor | None = step.owner.there()._parameters.get(step.name)
+    found: Tensor | None = step.owner.parameter(step.name)
     return found
