@@ -198,6 +198,14 @@ def test_speeds_that_vary_between_seeds_are_not_compared(tmp_path):
     ]
 
 
+def test_a_speed_of_zero_is_not_compared(tmp_path):
+    """As a damaged result may have it."""
+    add(tmp_path, recipe("bn"))
+    made = add(tmp_path, recipe("bkn"))
+    write_json(made / "result.json", read_json(made / "result.json") | {"images_per_second": 0.0})
+    assert on_speed(compared(tmp_path)) == []
+
+
 def test_speeds_of_different_machines_are_not_compared(tmp_path):
     add(tmp_path, recipe("bn"))
     other = add(tmp_path, recipe("bkn"))

@@ -167,7 +167,9 @@ def differentiate(
     at_mean = arriving[0] + scale * sum_g
     mean_error = at.u * at_mean + scale * sum_g * off + slack * sum_g + at.tiny
     at_var = arriving[1] + 0.5 * scale * rho.value * sum_gx
-    var_error = at.u * at_var + 0.5 * rho.value * (scale * (gx_error + 2 * sum_gx * off) + slack * sum_gx) + at.tiny
+    # γρ times S1 may underflow before it is multiplied by ρ.
+    strength_error = scale * (gx_error + 2 * sum_gx * off) + slack * sum_gx + at.tiny
+    var_error = at.u * at_var + 0.5 * rho.value * strength_error + at.tiny
     nothing = torch.zeros_like(at_mean)
     of_prior = [Amount(nothing, nothing, nothing)] * 3
     highest = torch.maximum(at_mean, at_var)

@@ -225,7 +225,7 @@ def on_speed(comparison: Comparison) -> list[str]:
         for setting in comparison.settings:
             one = comparison.measured(variant, setting, "images_per_second")
             base = comparison.measured(baselines[0], setting, "images_per_second")
-            if one is not None and base is not None and base.mean > 0:
+            if one is not None and base is not None and min(one.mean, base.mean) > 0:
                 ratios.append(one.mean / base.mean)
                 noise = max(noise, *((value.std or 0.0) / value.mean for value in (one, base)))
         if ratios and variant != baselines[0]:
