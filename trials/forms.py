@@ -51,16 +51,14 @@ class Form:
     """Of `time`: "drift" moves μ and Σ by how the depth prior moved since they were averaged. "mixture" fuses three
     sources: the depth prior by (1 - λ) p, the moving moments by λ, the observation by (1 - λ) q. So it is BKN at λ = 0
     and the time filter at λ = 1."""
-    backward: Literal["average", "feedback", "depth", "drift+depth", "none"] = "average"
+    backward: Literal["average", "feedback", "depth", "none"] = "average"
     """Of `time`: ā and c̄ as plain averages, by error feedback, or gradients through the depth prior instead."""
     power: float = 0.0
     """Of `time`: α falls with the learning rate, as its share of the first rate to this power."""
 
     @property
     def uses_depth(self) -> bool:
-        return self.kind == "kalman" or (
-            self.kind == "time" and (self.level != "time" or self.backward in ("depth", "drift+depth"))
-        )
+        return self.kind == "kalman" or (self.kind == "time" and (self.level != "time" or self.backward == "depth"))
 
     @property
     def name(self) -> str:
@@ -234,7 +232,7 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
         if form.level == "drift":
             mean = mean + (cell.prior.mean - cell.at_mean)
             var = var * (cell.prior.var / cell.at_var).clamp(1 / RATIO, RATIO)
-        if form.backward in ("depth", "drift+depth"):  # the value of before, with the gradient of the prior
+        if form.backward == "depth":  # the value of before, with the gradient of the prior
             mean = mean + (prior.mean - cell.prior.mean)
             var = var * (prior.var / cell.prior.var)
     weight, bias = Tap.apply(self.weight, self.bias, cell)  # type: ignore[no-untyped-call]

@@ -6,29 +6,27 @@ bomb; CIFAR's pickles, Tiny-ImageNet's annotations and its cache are damaged the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
 import pickle
 import random
 import shutil
-import signal
 import socket
 import struct
 import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torchvision.transforms.v2  # noqa: F401 - it takes seconds, which are no file's
 from PIL import Image
 
+from attacks.patience import HangError, patience
 from kalmannorm.lab import data
 from kalmannorm.lab.data import cifar
 from kalmannorm.lab.data.source import Options
@@ -46,10 +44,6 @@ SIDE = 8
 NAMES = ("odd.png", "odd.jpg", "odd.webp", "odd", "odd.txt", "\udcff.png", "x" * 200 + ".PNG")
 
 
-class HangError(BaseException):
-    """No ordinary exception, which a reader might take for a damaged file."""
-
-
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     """`count` files; "skipped" ones are no part of the data set, "read" ones can be decoded in spite of all."""
     choose = random.Random(seed)
@@ -61,7 +55,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         kind = choose.choice(kinds)
         home.mkdir(parents=True)
         try:
-            with _patience(home), warnings.catch_warnings():
+            with patience(PATIENCE, lambda: _release(home)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Pillow's, of what it can mend
                 found[kind(choose, home)] += 1
         except (Exception, HangError) as error:
@@ -73,21 +67,11 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     return found
 
 
-@contextlib.contextmanager
-def _patience(home: Path) -> Iterator[None]:
-    def late(*_: Any) -> None:
-        for path in home.rglob("*"):
-            if path.is_fifo():  # a thread that waits for a writer would be waited for itself
-                os.close(os.open(path, os.O_RDWR))
-        raise HangError
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(PATIENCE)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+def _release(home: Path) -> None:
+    """A thread that waits for the writer of a pipe would be waited for itself."""
+    for path in home.rglob("*"):
+        if path.is_fifo():
+            os.close(os.open(path, os.O_RDWR))
 
 
 def _judged(act: Callable[[], object]) -> str:

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import sys
 import traceback
 import urllib.error
@@ -26,6 +25,7 @@ from unittest import mock
 import torch
 import typer
 
+from attacks.patience import HangError, patience
 from kalmannorm.cli.app import app
 from kalmannorm.cli.app import run as command
 from kalmannorm.lab.data.files import OutOfReachError
@@ -70,10 +70,6 @@ _PLACES = {"out", "output", "plot", "figures", "data_root", "root", "resume"}
 
 class AcceptedError(Exception):
     """All checks have passed, and the work would begin."""
-
-
-class HangError(BaseException):
-    """No ordinary exception, which a command might take for its own."""
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
@@ -143,7 +139,7 @@ def _fault(words: list[str], found: dict[str, int]) -> str | None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     try:
-        with _patience(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with patience(PATIENCE), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = command(words)
     except AcceptedError:
         status = 0
@@ -161,20 +157,6 @@ def _fault(words: list[str], found: dict[str, int]) -> str | None:
         found["refused"] += 1
         return None
     return f"status {status}, and on stderr:\n{said}"
-
-
-@contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise HangError
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(PATIENCE)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager
