@@ -5,8 +5,9 @@
     python benchmarks/attack.py kills --seed 7 --limit 600
     python benchmarks/attack.py --table                  # only write the document again, from the record
 
-An area is a module of tests/attacks with `run(count, seed, folder)`, which returns counts by name, and MUST_BE_ZERO,
-the names of those that must be zero. The test suite makes a few attacks of each area. This command makes many, each
+An area is a module of tests/support/attacks with `run(count, seed, folder)`, which returns counts by name, and
+MUST_BE_ZERO, the names of those that must be zero. The test suite makes a few attacks of each area. This command makes
+many, each
 area in a process of its own, so that a crash or a hang of one does not stop the others. A run replaces the lines of its
 areas in benchmarks/records/attack.jsonl and keeps those of the others. The exit status is 1 if a count that must be
 zero is not, or if an area did not finish.
@@ -31,20 +32,20 @@ from measured import RECORDS, ROOT, markdown, placed
 
 RECORD = RECORDS / "attack.jsonl"
 DOCUMENT = ROOT / "docs" / "reliability.md"
-ATTACKS = ROOT / "tests" / "attacks"
+TESTS = ROOT / "tests"
 AREAS = {"numbers": 100_000, "flips": 400, "options": 3_000, "hostile": 300, "kills": 20, "reports": 100}
 """The areas, in the order of the table, and how many attacks of each are made unless the command says otherwise."""
 
 Row = dict[str, Any]
 
 
-def attack(area: str, count: int, seed: int, limit: float | None = None, attacks: Path = ATTACKS) -> Row:
+def attack(area: str, count: int, seed: int, limit: float | None = None, tests: Path = TESTS) -> Row:
     """One line of the record, without where it comes from."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f"attack-{area}-", ignore_cleanup_errors=True) as scratch:
         result = Path(scratch) / "result.json"
         (folder := Path(scratch) / "folder").mkdir()
-        words = [sys.executable, __file__, "--inside", area, str(count), str(seed), folder, result, attacks]
+        words = [sys.executable, __file__, "--inside", area, str(count), str(seed), folder, result, tests]
         # A session of its own, so that what the area has started can be ended together with it.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread, as in the test suite
         process = subprocess.Popen([str(word) for word in words], cwd=ROOT, env=environment, start_new_session=True)
@@ -62,10 +63,10 @@ def attack(area: str, count: int, seed: int, limit: float | None = None, attacks
     return {"area": area, "attacks": count, **found, "error": error, "seconds": seconds, "seed": seed}
 
 
-def inside(area: str, count: int, seed: int, folder: Path, result: Path, attacks: Path) -> None:
+def inside(area: str, count: int, seed: int, folder: Path, result: Path, tests: Path) -> None:
     """The process of one area."""
-    sys.path.insert(0, str(attacks.parent))  # as pytest does it for the helper modules of the tests
-    module = importlib.import_module(f"{attacks.name}.{area}")
+    sys.path.insert(0, str(tests))  # as pytest does
+    module = importlib.import_module(f"support.attacks.{area}")
     counts = module.run(count, seed, folder)
     result.write_text(json.dumps({"counts": counts, "must_be_zero": list(module.MUST_BE_ZERO)}), encoding="utf-8")
 
@@ -176,7 +177,7 @@ def main() -> int:
 
 
 def _attacked(areas: dict[str, int], seed: int, limit: float | None) -> list[Row]:
-    from kalmannorm.lab.origin import origin  # here, because an area's own process does without it
+    from kalmannorm.lab.machine.origin import origin  # here, because an area's own process does without it
 
     source, rows = origin("torchvision", "triton"), []
     del source["threads"]  # of this process, which attacks nothing

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import kalmannorm
 from kalmannorm.lab.experiments.widths import batchnorm_parameters, learned_parameters, matching_width
-from kalmannorm.lab.origin import origin
+from kalmannorm.lab.machine.origin import origin
 
 RECORD = RECORDS / "claims.jsonl"
 SHAPE = (8, 3, 64, 64)

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from kalmannorm.lab.origin import origin
+from kalmannorm.lab.machine.origin import origin
 
 RECORD = Path(__file__).parent / "records" / "conversion.csv"
 TASKS = tuple(f"{what} {place}" for what in ("forward", "weights", "learned") for place in ("inplace", "copy"))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import kalmannorm
-from kalmannorm.lab.origin import origin
+from kalmannorm.lab.machine.origin import origin
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "deploy.csv"

@@ -34,7 +34,7 @@ import family_table
 import torch
 
 import kalmannorm
-from kalmannorm.lab.origin import origin
+from kalmannorm.lab.machine.origin import origin
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "families.csv"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import kalmannorm
-from kalmannorm.norm import BatchKalmanNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm
 
 SIGNAL = 10
 """A correlation counts where the spread of the observed means over channels is this many times their own variance."""
@@ -99,7 +99,7 @@ def fed_by(model: nn.Module, x: Tensor) -> dict[str, set[str]]:
     return feeds
 
 
-def differences(expected: dict[str, set[str]], wiring: kalmannorm.graph.report.Wiring) -> list[str]:
+def differences(expected: dict[str, set[str]], wiring: kalmannorm.Wiring) -> list[str]:
     """Where the report's sources are not the oracle's, one line for each norm."""
     found = []
     for norm in wiring.norms:

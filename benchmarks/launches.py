@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmannorm.kernels.triton_launch import Launch, Shape, launch_for, launch_of, power
-from kalmannorm.lab.origin import commit
+from kalmannorm._ops.grid import power
+from kalmannorm._ops.normalize.tiling import Launch, Shape, launch_for, launch_of
+from kalmannorm.lab.machine.origin import commit
 
 RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
 RECORD_OF_BOTH = RECORD.with_name("launches-both-h200.csv")
@@ -185,7 +186,7 @@ def tile(how: Launch) -> tuple[int, ...]:
 
 def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
     """Forward and backward, on so many sets of tensors."""
-    from kalmannorm.kernels import triton_op
+    from kalmannorm._ops.normalize import triton_run
 
     (N, C, L, m, last), residual = case
 
@@ -198,13 +199,13 @@ def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Calla
     found: dict[str, list[Callable[[], object]]] = {"forward": [], "backward": []}
     for _ in range(copies):
         x, g, other = image(), image(), image() if residual else None
-        y, *moments = triton_op.forward(x, *rows, weight, bias, m, 1e-5, other, True)
+        y, *moments = triton_run.forward(x, *rows, weight, bias, m, 1e-5, other, True)
         end = (None, moments, y) if residual else (bias, moments, None)
         found["forward"].append(
-            lambda x=x, other=other: triton_op.forward(x, *rows, weight, bias, m, 1e-5, other, True)
+            lambda x=x, other=other: triton_run.forward(x, *rows, weight, bias, m, 1e-5, other, True)
         )
         found["backward"].append(
-            lambda x=x, g=g, end=end: triton_op.backward(g, [None] * 4, x, *rows, weight, *end, m, 1e-5, True, 1)
+            lambda x=x, g=g, end=end: triton_run.backward(g, [None] * 4, x, *rows, weight, *end, m, 1e-5, True, 1)
         )
     return found
 
@@ -242,13 +243,13 @@ def trying(how: Launch, case: Case, direction: str) -> Callable[..., Launch]:
 
 def sweep(device: torch.device, share: tuple[int, int] | None, both: bool, only: str) -> Iterator[list[object]]:
     """One row for each; with a share, kernels are built and nothing is timed."""
-    from kalmannorm.kernels import triton_op
+    from kalmannorm._ops.normalize import triton_run
 
     number = 0
     for case in CASES_OF_BOTH if both else CASES:
         if not re.search(only, word(case)):
             continue
-        triton_op.launch_for = launch_for
+        triton_run.launch_for = launch_for
         one = both or share or case.shape.size < SMALL
         found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
         for how in candidates(case, both):
@@ -256,7 +257,7 @@ def sweep(device: torch.device, share: tuple[int, int] | None, both: bool, only:
             if share and number % share[1] != share[0]:
                 continue
             for direction, each in (in_turn(found) if both else found).items():
-                triton_op.launch_for = trying(how, case, direction)
+                triton_run.launch_for = trying(how, case, direction)
                 if share:
                     each[0]()
                     continue

@@ -19,8 +19,8 @@ from torch import nn
 
 from kalmannorm.lab.bench.output import write_csv
 from kalmannorm.lab.bench.step_contenders import Case, Contender, Entry, entries
-from kalmannorm.lab.origin import origin
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.machine.origin import origin
 
 EAGER, GRAPHED = "eager", "graphed"
 

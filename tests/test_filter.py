@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kalmannorm import Moments
-from kalmannorm.filter import predict, update, update_backward
+from kalmannorm._filter import predict, update, update_backward
 
 
 def moments(G=3, C=4):

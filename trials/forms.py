@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import kalmannorm
+from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm.functional import normalize
-from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
 
 RATIO = 4.0

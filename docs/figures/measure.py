@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from kalmannorm.cli.demo import CHANGES, METHODS, SETTINGS
-from kalmannorm.lab.cells import grid
-from kalmannorm.lab.compare import run_cells
-from kalmannorm.lab.presets import preset
-from kalmannorm.lab.recipe import Execution
-from kalmannorm.lab.records import Record, Run
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.comparing.cells import grid
+from kalmannorm.lab.comparing.compare import run_cells
+from kalmannorm.lab.files.records import Record, Run
+from kalmannorm.lab.recipes.presets import preset
+from kalmannorm.lab.recipes.recipe import Execution
+from kalmannorm.lab.recipes.setting import Setting
 
 RECORDS = Path(__file__).parent / "records"
 PERCENTILES = (5, 25, 50, 75, 95)

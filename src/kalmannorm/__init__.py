@@ -1,8 +1,16 @@
 """Batch Kalman Normalization for PyTorch: train deep networks when only 1 to 8 examples fit on a device."""
 
 from kalmannorm import functional, moments
-from kalmannorm.accumulation import accumulate_statistics
-from kalmannorm.baselines import (
+from kalmannorm._model.accumulate import accumulate_statistics
+from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
+from kalmannorm._model.deploy import fold, freeze_priors
+from kalmannorm._model.fusion import Fusion, fuse
+from kalmannorm._model.norm_classes import register_norm
+from kalmannorm._model.optimization import gains, parameter_groups
+from kalmannorm._model.population import check_statistics, freeze_statistics, set_inference
+from kalmannorm._model.recalibrate import finish_on_population, recalibrate
+from kalmannorm._model.wiring_report import NormWiring, Wiring
+from kalmannorm._norms.baselines import (
     BatchRenorm1d,
     BatchRenorm2d,
     BatchRenorm3d,
@@ -10,18 +18,10 @@ from kalmannorm.baselines import (
     GhostBatchNorm2d,
     GhostBatchNorm3d,
 )
-from kalmannorm.conversion import convert, rewire, to_batchnorm, wiring
-from kalmannorm.deploy import fold, freeze_priors
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 from kalmannorm.functional import batch_kalman_norm
-from kalmannorm.fusion import Fusion, fuse
-from kalmannorm.graph.report import NormWiring, Wiring
-from kalmannorm.grouped import GroupedNorm
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
-from kalmannorm.optimization import gains, parameter_groups
-from kalmannorm.population import check_statistics, freeze_statistics, set_inference
-from kalmannorm.recalibration import finish_on_population, recalibrate
-from kalmannorm.registry import register_norm
 
 __version__ = "0.1.0"
 

@@ -6,10 +6,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from kalmannorm import op
-from kalmannorm.checks import (
+from kalmannorm._groups import cast, group_size, statistics_dtype
+from kalmannorm._ops.dispatch import transformed
+from kalmannorm._ops.normalize import exportable, registered
+from kalmannorm._support.checks import (
     check_channels,
     check_enough_values,
     check_gain,
@@ -18,16 +19,7 @@ from kalmannorm.checks import (
     check_residual,
     positive_int,
 )
-from kalmannorm.groups import cast, group_size, statistics_dtype
-from kalmannorm.kernels import plain
 from kalmannorm.moments import Moments
-
-
-def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, neither of which sees through a custom op."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def normalize(
@@ -45,7 +37,7 @@ def normalize(
     """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
     size = statistics_batch_size
     if transformed():
-        return plain.normalize(
+        return exportable.normalize(
             x, prior, gain, weight, bias, statistics_batch_size=size, eps=eps, residual=residual, relu=relu
         )
     if prior is None:
@@ -54,16 +46,18 @@ def normalize(
         dtype = statistics_dtype(x)
         mean, var = cast(prior.mean, dtype), cast(prior.var, dtype)
         gain = None if gain is None else cast(gain, dtype)
-    x = x.contiguous(memory_format=op.memory_format_of(x))
-    y, *moments = op.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
+    x = x.contiguous(memory_format=registered.memory_format_of(x))
+    y, *moments = registered.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
 
 def observe(x: Tensor, statistics_batch_size: int | None) -> Moments:
     """Mean and biased variance of each group, (G, C), in float32 or better."""
     if transformed():
-        return plain.observe_groups(x, group_size(x.shape[0], statistics_batch_size))
-    return Moments(*op.observe(x.contiguous(memory_format=op.memory_format_of(x)), statistics_batch_size or 0))
+        return exportable.observe_groups(x, group_size(x.shape[0], statistics_batch_size))
+    return Moments(
+        *registered.observe(x.contiguous(memory_format=registered.memory_format_of(x)), statistics_batch_size or 0)
+    )
 
 
 def batch_kalman_norm(
@@ -111,7 +105,7 @@ def batch_kalman_norm(
         q = check_gain(gain, x)
         if covariance == "full" and q.numel() > 1:
             raise ValueError(f"gain must be one number with covariance='full', got shape {tuple(q.shape)}")
-    run = normalize if covariance == "diagonal" else plain.normalize_full
+    run = normalize if covariance == "diagonal" else exportable.normalize_full
     y, posterior, _ = run(
         x, prior, q, weight, bias, statistics_batch_size=statistics_batch_size, eps=eps, residual=residual, relu=relu
     )

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import kalmannorm
+from kalmannorm._model.population import norms
 from kalmannorm.cli.app import run
-from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.train import train
-from kalmannorm.population import norms
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm.lab.training.train import train
 
 RECIPE = Recipe(
     method="bkn-learned",

@@ -38,8 +38,8 @@ def analyse(
     over the whole training set. What is found per channel goes to RUN/analysis, where kalmannorm report reads it; it is
     deleted when an unfinished run goes on.
     """
-    from kalmannorm.lab.analyse import analyse as look
-    from kalmannorm.lab.resolve import on_threads
+    from kalmannorm.lab.analysis.analyse import analyse as look
+    from kalmannorm.lab.machine.devices import on_threads
 
     with on_threads(threads):
         found = look(

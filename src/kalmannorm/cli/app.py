@@ -73,7 +73,7 @@ def run(arguments: list[str] | None = None) -> int:
     except OSError as error:  # where a file system fails in a way that nobody foresaw
         return _told(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except (MemoryError, RuntimeError) as error:
-        from kalmannorm.lab.memory import ran_out
+        from kalmannorm.lab.machine.memory import ran_out
 
         if not ran_out(error):
             raise

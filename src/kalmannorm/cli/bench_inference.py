@@ -21,7 +21,7 @@ from kalmannorm.cli.bench_output import (
     norm_table,
     number,
 )
-from kalmannorm.lab.setting import MOST_EXAMPLES
+from kalmannorm.lab.recipes.setting import MOST_EXAMPLES
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch

@@ -31,7 +31,7 @@ def ready(device: str, threads: int | None, output: Path | None, plot: Path | No
     import torch
 
     from kalmannorm.lab.bench.output import check_paths
-    from kalmannorm.lab.resolve import check_threads, resolve
+    from kalmannorm.lab.machine.devices import check_threads, resolve
 
     check_paths(output, plot)
     check_threads(threads)
@@ -56,7 +56,7 @@ def show(
     from rich.console import Console
 
     from kalmannorm.lab.bench.output import write_csv, write_plot
-    from kalmannorm.lab.origin import origin
+    from kalmannorm.lab.machine.origin import origin
 
     source, rows = origin(), Rows()
     status = Console(stderr=True, quiet=as_json).status("starting")

@@ -51,7 +51,7 @@ def step(
     from kalmannorm.lab.bench.step import bench
     from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Entry, entries
     from kalmannorm.lab.errors import LabError
-    from kalmannorm.lab.setting import Setting
+    from kalmannorm.lab.recipes.setting import Setting
 
     place = bench_output.ready(device, threads, output, plot)
     whole, size = Setting.parse(setting)

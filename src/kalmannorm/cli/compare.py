@@ -10,11 +10,11 @@ import typer
 
 from kalmannorm.cli.options import OWN, execution_options, recipe_options
 from kalmannorm.lab.errors import LabError, useless
-from kalmannorm.lab.recipe import Execution
+from kalmannorm.lab.recipes.recipe import Execution
 
 if TYPE_CHECKING:
-    from kalmannorm.lab.cells import Cell
-    from kalmannorm.lab.records import Run
+    from kalmannorm.lab.comparing.cells import Cell
+    from kalmannorm.lab.files.records import Run
 
 
 @recipe_options
@@ -56,11 +56,11 @@ def compare(
 
     The same command again keeps what is finished and goes on with the rest, so it may be interrupted at any time.
     """
-    from kalmannorm.lab.cells import grid
-    from kalmannorm.lab.cells import seeds as first_seeds
-    from kalmannorm.lab.methods import method
-    from kalmannorm.lab.presets import preset
-    from kalmannorm.lab.setting import Setting
+    from kalmannorm.lab.comparing.cells import grid
+    from kalmannorm.lab.comparing.cells import seeds as first_seeds
+    from kalmannorm.lab.recipes.methods import method
+    from kalmannorm.lab.recipes.presets import preset
+    from kalmannorm.lab.recipes.setting import Setting
 
     recipe = preset(dataset, model)
     chosen = [Setting.parse(setting) for setting in settings or []]
@@ -88,7 +88,7 @@ def run_and_show(
     cells: list[Cell], folder: Path, execution: Execution, *, jobs: int | None, analyse: list[str], as_json: bool
 ) -> None:
     """Run the cells, then show what came of them: table, sentences and the page. Failed cells are named last."""
-    from kalmannorm.lab.compare import FailedCellsError, run_cells
+    from kalmannorm.lab.comparing.compare import FailedCellsError, run_cells
 
     failed: FailedCellsError | None = None
     try:
@@ -102,13 +102,13 @@ def run_and_show(
 
 
 def _show(runs: list[Run], folder: Path, failures: dict[str, str], as_json: bool) -> None:
-    from kalmannorm.lab.live import say
+    from kalmannorm.lab.comparing.live import say
+    from kalmannorm.lab.comparing.summary import summarize, table
     from kalmannorm.lab.report import write
     from kalmannorm.lab.report.collecting import collect
     from kalmannorm.lab.report.comparison import chapters
     from kalmannorm.lab.report.sentences import findings
-    from kalmannorm.lab.report.wording import counted
-    from kalmannorm.lab.summary import summarize, table
+    from kalmannorm.lab.words.wording import counted
 
     rows = summarize(runs)
     found = chapters(collect([folder])) if runs else []

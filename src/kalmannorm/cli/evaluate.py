@@ -38,14 +38,14 @@ def evaluate(
     from rich.console import Console
     from rich.table import Table
 
-    from kalmannorm.lab.evaluate import evaluate as scores_of
-    from kalmannorm.lab.evaluate import recalibrated
-    from kalmannorm.lab.loading import load_run
-    from kalmannorm.lab.methods import method
-    from kalmannorm.lab.records import writable, write_json
-    from kalmannorm.lab.report.naming import row_name
-    from kalmannorm.lab.report.wording import counted
-    from kalmannorm.lab.resolve import on_threads
+    from kalmannorm.lab.files.records import writable, write_json
+    from kalmannorm.lab.machine.devices import on_threads
+    from kalmannorm.lab.recipes.methods import method
+    from kalmannorm.lab.training.evaluate import evaluate as scores_of
+    from kalmannorm.lab.training.evaluate import recalibrated
+    from kalmannorm.lab.training.loading import load_run
+    from kalmannorm.lab.words.naming import row_name
+    from kalmannorm.lab.words.wording import counted
 
     with on_threads(threads):
         loaded = load_run(run, device=device, data_root=data_root)

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kalmannorm.lab.presets import PRESETS
-from kalmannorm.lab.recipe import Execution
+from kalmannorm.lab.recipes.presets import PRESETS
+from kalmannorm.lab.recipes.recipe import Execution
 
 OWN = "the data set's own"
 THREADS = "CPU threads; 1 is often quickest for a small net, above all where others use the machine."

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.naming import row_name
-from kalmannorm.lab.report.wording import counted
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.recipes.recipe import Recipe
+from kalmannorm.lab.words.naming import row_name
+from kalmannorm.lab.words.wording import counted
 
 
 class Bar:

@@ -13,10 +13,10 @@ import typer
 
 from kalmannorm.cli.options import execution_options, recipe_options
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.recipe import Execution
+from kalmannorm.lab.recipes.recipe import Execution
 
 if TYPE_CHECKING:
-    from kalmannorm.lab.records import Record
+    from kalmannorm.lab.files.records import Record
 
 
 @functools.partial(recipe_options, evaluate_every="1, or 20 in a training if that is more often")

@@ -11,7 +11,7 @@ import typer
 
 from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
 from kalmannorm.lab.errors import FullDiskError, LabError, option, useless
-from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
 
 
 @recipe_options
@@ -57,7 +57,7 @@ def train(
     --max-restarts 3 survives the loss of a rank. A run of another recipe is refused.
     """
     from kalmannorm.cli.progress import Bar, crowded, result_table
-    from kalmannorm.lab.launcher import gives_again
+    from kalmannorm.lab.training.launcher import gives_again
 
     own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
@@ -70,7 +70,7 @@ def train(
         how = Execution(**execution)
     recipe.checked()
     finished = (resume is not None or gives_again()) and (folder / "result.json").is_file()
-    from kalmannorm.lab.train import train as run
+    from kalmannorm.lab.training.train import train as run
 
     with Bar(f"{recipe.method} {recipe.setting}", quiet=as_json) as bar:
         if not finished and how.threads is None and (hint := crowded()):
@@ -92,9 +92,9 @@ def train(
 def _recipe(
     dataset: str, model: str | None, method: str, setting: str | None, seed: int, changes: dict[str, Any]
 ) -> Recipe:
-    from kalmannorm.lab.methods import method as normalizer
-    from kalmannorm.lab.presets import at_setting, changed, preset
-    from kalmannorm.lab.setting import Setting
+    from kalmannorm.lab.recipes.methods import method as normalizer
+    from kalmannorm.lab.recipes.presets import at_setting, changed, preset
+    from kalmannorm.lab.recipes.setting import Setting
 
     recipe = dataclasses.replace(preset(dataset, model), method=method, seed=seed)
     for name in changes:
@@ -107,7 +107,7 @@ def _recipe(
 
 def _resumed(folder: Path, given: list[str]) -> Recipe:
     """What the folder says; how it runs may change, what it computes may not."""
-    from kalmannorm.lab.records import Run
+    from kalmannorm.lab.files.records import Run
 
     if given:
         options = ", ".join(map(option, given))
@@ -117,8 +117,8 @@ def _resumed(folder: Path, given: list[str]) -> Recipe:
 
 def _saved_execution(folder: Path) -> dict[str, Any]:
     """How it ran before, but for the device, which may be another now, and more threads than this machine allows."""
-    from kalmannorm.lab.records import Run
-    from kalmannorm.lab.resolve import check_threads
+    from kalmannorm.lab.files.records import Run
+    from kalmannorm.lab.machine.devices import check_threads
 
     saved = vars(Run.read(folder).execution)
     unfit = {"device"}

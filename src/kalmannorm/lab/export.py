@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import kalmannorm
-from kalmannorm.conversion import to_batchnorm
-from kalmannorm.deploy import fold, freeze_priors
+from kalmannorm._model.convert import to_batchnorm
+from kalmannorm._model.deploy import fold, freeze_priors
+from kalmannorm._model.population import norms, set_inference
+from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm.lab.errors import LabError, first_line
-from kalmannorm.lab.loading import Loaded, load_run, model_of
-from kalmannorm.lab.methods import method
-from kalmannorm.lab.records import Record, writable
-from kalmannorm.norm import BatchKalmanNorm
-from kalmannorm.population import norms, set_inference
+from kalmannorm.lab.files.records import Record, writable
+from kalmannorm.lab.recipes.methods import method
+from kalmannorm.lab.training.loading import Loaded, load_run, model_of
 
 FORMATS = (".onnx", ".pt2", ".safetensors")
 LIMIT = 1e-3

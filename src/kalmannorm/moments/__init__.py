@@ -22,17 +22,7 @@ from kalmannorm.moments.activations import (
     tanh,
     through,
 )
-from kalmannorm.moments.combine import (
-    add,
-    concatenate,
-    flatten,
-    pooling,
-    product,
-    scale,
-    select,
-    shift,
-    subtract,
-)
+from kalmannorm.moments.combine import add, concatenate, flatten, pooling, product, scale, select, shift, subtract
 from kalmannorm.moments.core import Moments, belief
 from kalmannorm.moments.linear import convolution, linear
 from kalmannorm.moments.windows import output_size

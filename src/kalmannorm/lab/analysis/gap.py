@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.grouped import GroupedNorm
+from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm.lab.analysis.layers import numbers
 from kalmannorm.lab.analysis.observing import Sight, observe, tracking_norms
 from kalmannorm.lab.data.protocol import Batch, Data

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.grouped import GroupedNorm
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm.lab.analysis.observing import Sight, observe, tracking_norms
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm
 
 Numbers = list[float]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.grouped import GroupedNorm
+from kalmannorm._model.population import norms
+from kalmannorm._model.tallies import change
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm.lab.errors import LabError
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm
-from kalmannorm.population import norms
-from kalmannorm.tallies import change
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from kalmannorm.lab.methods import METHODS
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.recipes.methods import METHODS
 from kalmannorm.lab.report import palette
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmannorm.lab.bench.timing import Call, timed
 from kalmannorm.lab.bench.turns import Watch, ratios, spread, take_turns
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 
 SAMPLE = {"cuda": 2e-3, "cpu": 1e-2}
 """Seconds."""

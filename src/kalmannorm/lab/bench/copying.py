@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kalmannorm.kernels.dispatch import fused
+from kalmannorm._ops.dispatch import fused
 from kalmannorm.lab.bench.timing import timed
 
 BYTES = {"cuda": 2**30, "cpu": 2**27}

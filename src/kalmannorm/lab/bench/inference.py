@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kalmannorm.graph.together import Prior
-from kalmannorm.grouped import Inference
+from kalmannorm._norms.grouped import Inference
+from kalmannorm._norms.kalman import BatchKalmanNorm2d
+from kalmannorm._running.prior_bundles import Prior
 from kalmannorm.lab.bench.comparing import Entrant, Error, compare
 from kalmannorm.lab.bench.op import DTYPES, LAYOUTS, Case
 from kalmannorm.lab.bench.op_contenders import BASELINE, GROUPNORM, Forward, Inputs, channel_groups
 from kalmannorm.lab.bench.timing import Call
 from kalmannorm.lab.bench.truth import EPS, check, of_channels, of_example, of_population
 from kalmannorm.lab.bench.turns import Watch
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm2d
 
 
 def measure(case: Case, rounds: int, *, copy: float, watch: Watch = lambda _: None) -> list[Record]:

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kalmannorm.deploy import fold, freeze_priors
-from kalmannorm.fusion import fuse
+from kalmannorm._model.deploy import fold, freeze_priors
+from kalmannorm._model.fusion import fuse
+from kalmannorm._model.population import set_inference
 from kalmannorm.lab.bench.step_checks import TOLERANCE, full_float32
 from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Entry
 from kalmannorm.lab.bench.timing import Call, Timed, count_kernels, timed
 from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ratios, spread, take_turns
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.methods import normalized
-from kalmannorm.lab.records import Record
-from kalmannorm.lab.setting import Setting
-from kalmannorm.population import set_inference
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.recipes.methods import normalized
+from kalmannorm.lab.recipes.setting import Setting
 
 FOLDED, GROUPNORM = "BatchNorm folded", "GroupNorm"
 SAMPLE = {"cuda": 2e-2, "cpu": 0.0}

@@ -30,8 +30,8 @@ from kalmannorm.lab.bench.timing import Call
 from kalmannorm.lab.bench.truth import check
 from kalmannorm.lab.bench.turns import Watch
 from kalmannorm.lab.errors import LabError, one_of
-from kalmannorm.lab.memory import check_fits
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.machine.memory import check_fits
 
 Shape = tuple[int, int, int, int]
 SHAPES: dict[str, tuple[Shape, ...]] = {

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kalmannorm._norms.kalman import BatchKalmanNorm2d
+from kalmannorm._running.prior_bundles import Prior
 from kalmannorm.functional import batch_kalman_norm
-from kalmannorm.graph.together import Prior
 from kalmannorm.lab.bench.timing import Call
 from kalmannorm.lab.bench.truth import EPS, Truth, of_channels, of_groups
 from kalmannorm.moments import Moments
-from kalmannorm.norm import BatchKalmanNorm2d
 
 BASELINE, INDUCTOR, GROUPNORM = "BatchNorm", "BatchNorm, inductor", "GroupNorm"
 Forward = Callable[[Tensor], Tensor]

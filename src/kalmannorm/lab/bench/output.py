@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.records import Record, writable, write_atomically
+from kalmannorm.lab.files.records import Record, writable, write_atomically
 
 FORMATS = ("png", "svg")
 

@@ -15,7 +15,7 @@ from kalmannorm.lab.bench.step_checks import check, check_replay
 from kalmannorm.lab.bench.step_contenders import Case, Contender, Entry
 from kalmannorm.lab.bench.timing import Timed, count_kernels, timed
 from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ratios, spread, take_turns
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 
 SAMPLE = 2e-2
 """Seconds of one sample on a GPU: a few replays. On a CPU a sample is one step."""

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
-from kalmannorm.accumulation import accumulate_statistics
+from kalmannorm._model.accumulate import accumulate_statistics
 from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry
 from kalmannorm.lab.bench.timing import Timed
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.methods import method
+from kalmannorm.lab.recipes.methods import method
 
 TOLERANCE = 5e-3
 """Of losses and logits, relative: float32 rounds differently in another order of summation, and layers add that up

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kalmannorm.fusion import fuse
+from kalmannorm._model.fusion import fuse
+from kalmannorm._model.norm_classes import known
 from kalmannorm.lab import models
 from kalmannorm.lab.bounds import IMAGE_SIZE
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.memory import check_fits
-from kalmannorm.lab.methods import method, normalized
-from kalmannorm.lab.optimizing import optimizer_of
-from kalmannorm.lab.peak import peak_bytes
-from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.setting import Setting
-from kalmannorm.registry import known
+from kalmannorm.lab.machine.memory import check_fits
+from kalmannorm.lab.machine.peak_memory import peak_bytes
+from kalmannorm.lab.recipes.methods import method, normalized
+from kalmannorm.lab.recipes.recipe import Recipe
+from kalmannorm.lab.recipes.setting import Setting
+from kalmannorm.lab.training.optimizer import optimizer_of
 
 BASELINE, NONE = "nn.BatchNorm", "none"
 PRECISIONS = ("float32", "bf16")

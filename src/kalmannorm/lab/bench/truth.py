@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmannorm.kernels import reference
+from kalmannorm._ops.normalize import naive
 from kalmannorm.lab.errors import LabError
 
 EPS = 1e-5
@@ -43,7 +43,7 @@ def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bo
     if strided:
         order = order.view(size, -1).t().reshape(-1)
     together = x.index_select(0, order)
-    y = reference.batch_kalman_norm(together, mean, var, gain, weight, bias, size, EPS)[0]
+    y = naive.batch_kalman_norm(together, mean, var, gain, weight, bias, size, EPS)[0]
     return _finished(y.index_select(0, order.argsort()), doubled, upstream, relu)
 
 
@@ -52,7 +52,7 @@ def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu
     doubled = _doubled(leaves)
     x, weight, bias = doubled
     one = x.reshape(1, x.shape[0] * groups, -1)
-    y = reference.batch_kalman_norm(one, None, None, None, None, None, 1, EPS)[0].reshape(x.shape)
+    y = naive.batch_kalman_norm(one, None, None, None, None, None, 1, EPS)[0].reshape(x.shape)
     return _finished(y * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1), doubled, upstream, relu)
 
 
@@ -61,7 +61,7 @@ def of_population(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Te
     gain = torch.zeros((), dtype=torch.float64, device=x.device)
     prior_mean, prior_var = mean.double().unsqueeze(0), var.double().unsqueeze(0)
     affine = weight.double(), bias.double()
-    return reference.batch_kalman_norm(x.double(), prior_mean, prior_var, gain, *affine, 0, EPS, None, relu)[0]
+    return naive.batch_kalman_norm(x.double(), prior_mean, prior_var, gain, *affine, 0, EPS, None, relu)[0]
 
 
 def of_example(leaves: Sequence[Tensor], mean: Tensor, var: Tensor, size: int, *, relu: bool) -> Tensor:

@@ -13,7 +13,7 @@ from kalmannorm.lab.data.protocol import Batch
 from kalmannorm.lab.data.randomness import epoch_order, generator, stratified
 from kalmannorm.lab.data.sharing import batch_count, share, spans
 from kalmannorm.lab.data.source import Options, Source
-from kalmannorm.lab.memory import check_fits
+from kalmannorm.lab.machine.memory import check_fits
 
 
 @dataclass(frozen=True)

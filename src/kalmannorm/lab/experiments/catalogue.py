@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kalmannorm.lab.errors import one_of
 from kalmannorm.lab.experiments.spec import Arm, Claim, Experiment, Published, Role
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.recipes.setting import Setting
 
 BOTH: tuple[Role, ...] = ("inception", "resnet")
 ONE: tuple[Role, ...] = ("inception",)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.lab.bounds import positive
-from kalmannorm.lab.cells import seeds as first_seeds
+from kalmannorm.lab.comparing.cells import seeds as first_seeds
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
 from kalmannorm.lab.experiments.widths import batchnorm_parameters, matching_width
-from kalmannorm.lab.presets import FOLDER, at_setting, changed, preset
-from kalmannorm.lab.recipe import Execution, Recipe
+from kalmannorm.lab.recipes.presets import FOLDER, at_setting, changed, preset
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
 
 _IMAGENET: dict[Role, str] = {"inception": "bn-inception", "resnet": "resnet101"}
 _CIFAR: dict[Role, str] = {"inception": "cifar-inception", "resnet": "cifar-resnet-32"}
@@ -120,7 +120,7 @@ def _data(experiment: Experiment, recipe: Recipe, execution: Execution) -> Data 
         return None
     import torch
 
-    from kalmannorm.lab.loading import data_of
+    from kalmannorm.lab.training.loading import data_of
 
     # On the CPU: it is only asked for its size here.
     return data_of(dataclasses.replace(recipe, gradient_batch=1, statistics_batch=1), torch.device("cpu"), execution)

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.lab import report
-from kalmannorm.lab.compare import FailedCellsError, run_cells
+from kalmannorm.lab.comparing.compare import FailedCellsError, run_cells
+from kalmannorm.lab.comparing.live import say
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.experiments import speed, tables
 from kalmannorm.lab.experiments.planning import Plan, Wanted, default_folder, plan
 from kalmannorm.lab.experiments.results import Results, of_cells, read_results
 from kalmannorm.lab.experiments.spec import Arm, Experiment, Role
 from kalmannorm.lab.experiments.widths import TOLERANCE
-from kalmannorm.lab.live import say
-from kalmannorm.lab.origin import origin
-from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record, usable, write_json
+from kalmannorm.lab.files.records import Record, usable, write_json
+from kalmannorm.lab.machine.devices import on_threads
+from kalmannorm.lab.machine.origin import origin
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.report.trained import caveats
-from kalmannorm.lab.report.wording import counted
-from kalmannorm.lab.resolve import on_threads
+from kalmannorm.lab.words.wording import counted
 
 Runner = Callable[..., Sequence[Any]]
-"""`kalmannorm.lab.compare.run_cells`, or what stands in for it in a test."""
+"""`kalmannorm.lab.comparing.compare.run_cells`, or what stands in for it in a test."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kalmannorm.lab.experiments.planning import Cell, Plan
-from kalmannorm.lab.records import Record, Run
-from kalmannorm.lab.report.spread import spread
+from kalmannorm.lab.files.records import Record, Run
 from kalmannorm.lab.report.trained import Ended, at_chance
+from kalmannorm.lab.words.spread import spread
 
 
 @dataclass(frozen=True)

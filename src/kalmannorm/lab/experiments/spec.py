@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kalmannorm.lab.report import naming
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.recipes.setting import Setting
+from kalmannorm.lab.words import naming
 
 Role = Literal["inception", "resnet"]
 

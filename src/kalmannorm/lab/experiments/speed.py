@@ -17,13 +17,13 @@ from kalmannorm.lab import models
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.experiments.results import averaged
 from kalmannorm.lab.experiments.tables import PAPER, PAPERS_BKN, on_what
-from kalmannorm.lab.loading import fused
-from kalmannorm.lab.methods import normalized
-from kalmannorm.lab.optimizing import optimizer_of
-from kalmannorm.lab.presets import FOLDER
-from kalmannorm.lab.recipe import Execution, Recipe
-from kalmannorm.lab.records import Record
-from kalmannorm.lab.resolve import resolve
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.machine.devices import resolve
+from kalmannorm.lab.recipes.methods import normalized
+from kalmannorm.lab.recipes.presets import FOLDER
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm.lab.training.loading import fused
+from kalmannorm.lab.training.optimizer import optimizer_of
 
 ROUNDS, WARMUP = 30, 3
 IMAGES: dict[str, tuple[int, tuple[int, int, int]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 from kalmannorm.lab.experiments.planning import Plan
 from kalmannorm.lab.experiments.results import Finished, Results, averaged, of_cells
 from kalmannorm.lab.experiments.spec import Arm, Claim, Role
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 
 Table = Record
 """{"title", "columns": [str], "rows": [[cell]], "note"}."""

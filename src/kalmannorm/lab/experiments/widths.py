@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kalmannorm.lab import models
-from kalmannorm.lab.methods import normalized
+from kalmannorm.lab.recipes.methods import normalized
 
 TOLERANCE = 0.01
 

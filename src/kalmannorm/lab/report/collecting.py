@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal
 from xml.etree.ElementTree import Element
 
-from kalmannorm.lab import shapes
 from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.records import Record, Run, read_json
+from kalmannorm.lab.files import shapes
+from kalmannorm.lab.files.records import Record, Run, read_json
+from kalmannorm.lab.files.shapes import plain_text
+from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.report import svg
-from kalmannorm.lab.report.naming import essence
-from kalmannorm.lab.shapes import plain_text
+from kalmannorm.lab.words.naming import essence
 
 State = Literal["finished", "diverged", "unfinished", "repeated"]
 

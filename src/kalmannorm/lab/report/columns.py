@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.spread import Spread
-from kalmannorm.lab.report.wording import MISSING, decimals, number, places_of, plus_minus
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.words.spread import Spread
+from kalmannorm.lab.words.wording import MISSING, decimals, number, places_of, plus_minus
 
 
 def is_papers(heading: str) -> bool:

@@ -13,16 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kalmannorm.grouped import INFERENCE_MODES
+from kalmannorm._norms.grouped import INFERENCE_MODES
 from kalmannorm.lab.data.catalogue import SOURCES
-from kalmannorm.lab.methods import METHODS
-from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.report import naming, palette
+from kalmannorm.lab.recipes.methods import METHODS
+from kalmannorm.lab.recipes.recipe import Recipe
+from kalmannorm.lab.recipes.setting import Setting
+from kalmannorm.lab.report import palette
 from kalmannorm.lab.report.collecting import Collected, Experiment, Found, without_twins
-from kalmannorm.lab.report.naming import grouped
-from kalmannorm.lab.report.spread import Spread, spread
 from kalmannorm.lab.report.trained import caveats, sound
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.words import naming
+from kalmannorm.lab.words.naming import grouped
+from kalmannorm.lab.words.spread import Spread, spread
 
 _TASK = ("dataset", "model", "train_examples", "test_examples", "image_size", "pretrained")
 """What makes two runs incomparable."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kalmannorm.lab.origin import in_words
+from kalmannorm.lab.machine.origin import in_words
 from kalmannorm.lab.report.charts import Bar, BarGroup, Bars, Figure
 from kalmannorm.lab.report.comparison import Comparison
-from kalmannorm.lab.report.spread import Spread
-from kalmannorm.lab.report.wording import number, size
+from kalmannorm.lab.words.spread import Spread
+from kalmannorm.lab.words.wording import number, size
 
 
 def hardware(comparison: Comparison) -> list[str]:

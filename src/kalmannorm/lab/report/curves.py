@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.report.charts import Bar, BarGroup, Bars, Chart, Curves, Figure, Lines, Series, spaced
 from kalmannorm.lab.report.collecting import Found
 from kalmannorm.lab.report.comparison import Comparison
-from kalmannorm.lab.report.spread import Spread, spread
-from kalmannorm.lab.report.wording import accuracy
+from kalmannorm.lab.words.spread import Spread, spread
+from kalmannorm.lab.words.wording import accuracy
 
 _MOST_POINTS = 100
 _PERCENT = (0.0, 100.0)

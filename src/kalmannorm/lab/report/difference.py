@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from scipy.special import ndtri, stdtrit
 
-from kalmannorm.lab.report.spread import Spread
-from kalmannorm.lab.report.wording import counted, number
+from kalmannorm.lab.words.spread import Spread
+from kalmannorm.lab.words.wording import counted, number
 
 _LEVEL = 0.05
 

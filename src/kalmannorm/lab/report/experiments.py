@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.report import gaps, palette
 from kalmannorm.lab.report.charts import Figure, Lines
 from kalmannorm.lab.report.collecting import Found

@@ -8,7 +8,7 @@ from kalmannorm.lab.report.charts import Curves, Figure, Heatmap, Lines, Map, Se
 from kalmannorm.lab.report.collecting import Found
 from kalmannorm.lab.report.comparison import Comparison
 from kalmannorm.lab.report.curves import common_steps
-from kalmannorm.lab.report.spread import spread
+from kalmannorm.lab.words.spread import spread
 
 _MOST_LAYERS, _MOST_COLUMNS = 120, 60
 

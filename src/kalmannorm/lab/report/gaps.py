@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.report.charts import Chart, Figure, Heatmap, Map, spaced
 from kalmannorm.lab.report.collecting import Found
 from kalmannorm.lab.report.comparison import Comparison
-from kalmannorm.lab.report.wording import number
+from kalmannorm.lab.words.wording import number
 
 _MOST_CELLS, _MOST_LAYERS = 100_000, 12
 CAPTION = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kalmannorm.grouped import INFERENCE_MODES
-from kalmannorm.lab.methods import METHODS
+from kalmannorm._norms.grouped import INFERENCE_MODES
+from kalmannorm.lab.recipes.methods import METHODS
 from kalmannorm.lab.report.comparison import Chapter
 from kalmannorm.lab.report.markup import Markup, element
-from kalmannorm.lab.report.naming import grouped, order
-from kalmannorm.lab.report.wording import counted
+from kalmannorm.lab.words.naming import grouped, order
+from kalmannorm.lab.words.wording import counted
 
 _MODES = {
     "population": "Moving averages of training normalize every test image, as BatchNorm does in eval().",

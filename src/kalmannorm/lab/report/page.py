@@ -28,7 +28,7 @@ from kalmannorm.lab.report.sentences import findings, on_gains, on_speed, what
 from kalmannorm.lab.report.svg import inlined
 from kalmannorm.lab.report.tables import results, settings_line
 from kalmannorm.lab.report.wiring import drawings
-from kalmannorm.lab.report.wording import counted, unbroken
+from kalmannorm.lab.words.wording import counted, unbroken
 
 _STYLES = ("base.css", "tables.css", "charts.css")
 _SCRIPTS = (

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.report.charts import Chart, Cloud, Figure, Scatter, spaced
 from kalmannorm.lab.report.comparison import Comparison
-from kalmannorm.lab.report.wording import number
+from kalmannorm.lab.words.wording import number
 
 _MOST_POINTS, _MOST_LAYERS = 6_000, 24
 

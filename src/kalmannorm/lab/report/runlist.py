@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kalmannorm.lab.origin import in_words
+from kalmannorm.lab.machine.origin import in_words
 from kalmannorm.lab.report.collecting import Damaged, Found
 from kalmannorm.lab.report.markup import Markup, element, joined
-from kalmannorm.lab.report.wording import duration, number, size
+from kalmannorm.lab.words.wording import duration, number, size
 
 _FIRST = ("command", "hardware", "commit", "kalmannorm", "torch", "python")
 _MANY = 12

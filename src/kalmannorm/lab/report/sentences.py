@@ -10,15 +10,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.report.comparison import Comparison, Variant, is_filter
 from kalmannorm.lab.report.costs import hardware
 from kalmannorm.lab.report.difference import difference
 from kalmannorm.lab.report.gains import final
-from kalmannorm.lab.report.naming import run_name
-from kalmannorm.lab.report.spread import Spread
 from kalmannorm.lab.report.trained import caveats, too_short
-from kalmannorm.lab.report.wording import accuracy, counted, listed, number
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.words.naming import run_name
+from kalmannorm.lab.words.spread import Spread
+from kalmannorm.lab.words.wording import accuracy, counted, listed, number
 
 _POINT = 1.0
 """A change in accuracy that is worth a verb, in %."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kalmannorm.lab.records import Record
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.report import palette
 from kalmannorm.lab.report.columns import is_papers, spread_of, texts
 from kalmannorm.lab.report.comparison import Comparison, Variant
 from kalmannorm.lab.report.difference import difference
 from kalmannorm.lab.report.markup import Markup, element, joined
-from kalmannorm.lab.report.naming import grouped
-from kalmannorm.lab.report.spread import Spread
-from kalmannorm.lab.report.wording import MISSING, listed, number, option, unbroken
-from kalmannorm.lab.setting import Setting
+from kalmannorm.lab.words.naming import grouped
+from kalmannorm.lab.words.spread import Spread
+from kalmannorm.lab.words.wording import MISSING, listed, number, option, unbroken
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
 """Points below the best of the table at which a cell is tinted more strongly."""

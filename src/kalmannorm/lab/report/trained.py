@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kalmannorm.lab.data.catalogue import SOURCES
-from kalmannorm.lab.recipe import Recipe
-from kalmannorm.lab.records import Record
-from kalmannorm.lab.report.naming import order, row_name
-from kalmannorm.lab.report.wording import counted, number
+from kalmannorm.lab.files.records import Record
+from kalmannorm.lab.recipes.recipe import Recipe
+from kalmannorm.lab.words.naming import order, row_name
+from kalmannorm.lab.words.wording import counted, number
 
 FEW_STEPS = 20
 _CLASSES = {"imagenet": 1000}

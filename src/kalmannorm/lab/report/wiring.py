@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from kalmannorm.lab.report.comparison import Chapter
-from kalmannorm.lab.report.naming import title as title_of
+from kalmannorm.lab.words.naming import title as title_of
 
 
 def drawings(chapters: Sequence[Chapter]) -> list[tuple[str, Element]]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kalmannorm.lab.records import Record, usable, writable, write_atomically
+from kalmannorm.lab.files.records import Record, usable, writable, write_atomically
 from kalmannorm.lab.report import svg
 from kalmannorm.lab.report.charts import Figure
 from kalmannorm.lab.report.collecting import Collected, collect

@@ -1,0 +1,117 @@
+"""Accumulated statistics: several forwards, on one rank or on many, move the running statistics as one forward would.
+
+A gradient batch that does not fit into memory is run in micro-batches, or spread over ranks, and its gradients are
+summed. The statistics would by themselves move at every forward, k times by α instead of once. Here each forward leaves
+its pooled row and the number of its values, rows merge as the norm pools its groups, and one move follows at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+
+from kalmannorm._model.population import norms
+from kalmannorm._norms.distributed import Company, Place, ProcessGroupChoice, Ranks
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._ops.track.averages import Groups, Pending, pooled_values
+from kalmannorm.moments import Moments
+
+_PLACE = Place.of("accumulate_statistics")
+
+# Kept between uses: compiled code and CUDA graphs go on writing to the same places.
+_PENDING: WeakKeyDictionary[GroupedNorm, Pending] = WeakKeyDictionary()
+
+
+@contextmanager
+def accumulate_statistics(model: nn.Module, process_group: ProcessGroupChoice = None) -> Iterator[None]:
+    """Keep the statistics of the model's norms still inside; at the end move them once, by all that was seen together.
+
+        with accumulate_statistics(model):
+            for x, target in micro_batches:
+                loss_of(model(x), target).backward()
+        optimizer.step()
+
+    Running and observed statistics and their counts are then those of one forward on the joined batch, if every
+    micro-batch holds whole groups. Batch Renorm corrects all micro-batches towards the same statistics, at the same
+    place of its schedule.
+
+    Args:
+        process_group: whose forwards count together: None, those of this process; "world" or a ProcessGroup, those of
+            all its ranks, which then hold the same statistics. Every rank of it must come to the end, also one that
+            ran no forward: they exchange one message there. A norm with a `process_group` of its own is counted once.
+
+    An error inside leaves the statistics as they were (with a `process_group` on this rank: the others wait for it, as
+    in any collective). A NaN or Inf in one forward makes all of them one skipped batch. Norms that are frozen, in eval
+    mode or did not run stay as they are, and so do forwards that only recompute. A norm that runs several times in a
+    forward also moves once, by all its calls, where outside it moves at every call.
+
+    torch's own BatchNorm layers know nothing of this and move at every forward; a model without norms of this library
+    just runs.
+    """
+    group = Ranks(process_group).group()
+    found = [(name, norm) for name, norm in norms(model) if norm.track_running_stats and norm.running_mean is not None]
+    for name, norm in found:
+        if norm._pending is not None:
+            raise RuntimeError(
+                f"accumulate_statistics: {name or '(the model itself)'!r} is accumulating already; one use cannot be "
+                "inside another"
+            )
+    with ExitStack() as stack:
+        pending = [_start(norm, stack) for _, norm in found]
+        yield
+    if pending:
+        _move([norm for _, norm in found], pending, group)
+
+
+def _start(norm: GroupedNorm, stack: ExitStack) -> Pending:
+    """Make the norm's forwards leave what they see, until the stack closes."""
+    assert norm.running_mean is not None
+    observes = norm.observed_mean is not None
+    pending = _PENDING.get(norm)
+    if pending is None or not pending.fits(norm.running_mean, observes=observes):
+        pending = _PENDING[norm] = Pending(norm.running_mean, observes=observes)
+    pending.clear()
+    norm._pending = pending
+    stack.callback(delattr, norm, "_pending")
+    return pending
+
+
+@torch.no_grad()
+def _move(found: list[GroupedNorm], pending: list[Pending], group: distributed.ProcessGroup | None) -> None:
+    messages = [_message(norm, rows) for norm, rows in zip(found, pending, strict=True)]
+    if group is None:
+        received = [message.unsqueeze(0) for message in messages]
+    else:
+        device = messages[0].device
+        together = Company(group, _PLACE).gather(torch.cat([message.to(device) for message in messages]))
+        received = list(together.split_with_sizes([len(message) for message in messages], 1))
+    for norm, rows_R in zip(found, received, strict=True):
+        _move_one(norm, rows_R)
+
+
+def _message(norm: GroupedNorm, pending: Pending) -> Tensor:
+    """The rows of a norm in a line, behind the number of values they rest on.
+
+    Ranks that joined their observations all saw the same values: each brings its part of them.
+    """
+    own = norm._ranks.group()
+    rows = pending.rows()
+    values = pending.values.to(rows[0].dtype) / (1 if own is None else distributed.get_world_size(own))
+    return torch.cat([values.unsqueeze(0), *rows])
+
+
+def _move_one(norm: GroupedNorm, rows_R: Tensor) -> None:
+    """Move a norm by what it saw on each rank."""
+    assert norm.running_mean is not None
+    rows_R = rows_R.to(norm.running_mean.device)
+    values_R, parts = rows_R[:, :1], rows_R[:, 1:].reshape(len(rows_R), -1, norm.num_features).unbind(1)
+    values = values_R.sum()
+    shares = values_R / values.clamp(min=1)
+    dtype = norm.running_mean.dtype
+    population = norm._pool(Groups(Moments(*parts[:2]), shares)).to(dtype)
+    observation = pooled_values(Groups(Moments(*parts[2:]), shares)).to(dtype) if parts[2:] else None
+    norm._move(population, observation, values.round().long())

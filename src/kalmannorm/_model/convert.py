@@ -1,0 +1,336 @@
+"""`convert`: a model's batch norms become Kalman norms, or a baseline's, and the model stays what it is.
+
+How a norm changes is in `become.py`, what feeds it in `graph/`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import gc
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from kalmannorm._model.class_swap import GROUPED, become, become_batchnorm, check_norm, fresh_grouped, fresh_other
+from kalmannorm._model.norm_classes import batch_norms, known
+from kalmannorm._model.wiring_report import Wiring, report
+from kalmannorm._norms.distributed import Place
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._norms.transition import LearnedTransition
+from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
+from kalmannorm._support.checks import positive_int
+from kalmannorm._support.rewritten import unfuse
+from kalmannorm._wiring.plan import Plan, make_plan
+
+Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
+TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
+
+_STATISTICS = {"inference", "momentum", "process_group"}
+_AVERAGES = {"total_variance", "observation_momentum"}
+_OPTIONS: dict[str, set[str]] = {
+    "kalman": _STATISTICS | _AVERAGES | {"gain", "per_channel_gain", "rank", "covariance"},
+    "ghost": _STATISTICS | _AVERAGES,
+    "renorm": _STATISTICS | {"r_max", "d_max", "warmup_steps", "r_steps", "d_steps"},
+    "group": {"num_groups"},
+    "layer": set(),
+    "instance": set(),
+    "batch": set(),
+}
+
+
+def convert(
+    model: nn.Module,
+    example_input: Any = None,
+    *,
+    to: Target = "kalman",
+    statistics_batch_size: int | None = None,
+    transition: Literal["weights", "learned"] = "weights",
+    inplace: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Replace every batch norm of a model; return the converted model, of the same class.
+
+    Build the optimizer, and wrap the model in DDP or `torch.compile`, after conversion. Weights, running statistics,
+    eps, momentum, devices, dtypes, training flags, `requires_grad`, hooks and state-dict names stay; a BatchNorm
+    checkpoint still loads. `kalmannorm.wiring(model)` tells what feeds what.
+
+    Args:
+        model: holds BatchNorm1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d or classes given to `register_norm`.
+        example_input: what the model is called with: a tensor (or a list: one argument), a tuple of positional or a
+            dict of keyword arguments, on the model's device. Needed for "kalman" only; it runs twice, without
+            gradients, and leaves no trace. Its spatial size should be that of training: see `rewire`.
+        to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "group" (GroupNorm with the largest
+            divisor of the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns
+            norms of this library back, as `to_batchnorm` does.
+        statistics_batch_size: m, the examples whose statistics are estimated together; None takes the whole batch.
+        transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it;
+            "learned" is the paper's, a learned matrix on their posteriors, which adds parameters.
+        inplace: convert this very model instead of a copy.
+        **options: of the norms: `inference`, `momentum`, `process_group`, for kalman also `gain`,
+            `per_channel_gain`, `rank` and `covariance` (learned), `total_variance`, `observation_momentum`; for group
+            `num_groups`; for renorm its schedule. `momentum` and `process_group` default to those of each norm.
+    """
+    _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
+    if to == "batch":
+        return to_batchnorm(model, inplace=inplace)
+    _check_convertible(model)
+    _warn_of_optimizers(model, inplace)
+    with torch.inference_mode(False):  # what is made under inference mode could not be trained
+        if not inplace:
+            model = _copied(model)
+        found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
+        plan = make_plan(model, example_input, _traced(model), transition) if to == "kalman" else None
+        fresh: dict[str, nn.Module] = {}
+        for name, (module, kind) in found.items():  # all of them before any changes: one may fail
+            try:
+                if to in GROUPED:
+                    norm_plan = plan.norms[name] if plan else None
+                    fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
+                    vars(fresh[name])["_place"] = Place.of(f"layer {name!r}")
+                else:
+                    fresh[name] = fresh_other(module, kind, to, options)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name!r}: {error}") from error
+        if plan is not None:
+            _add_filters(fresh, plan, options)
+        for name, (module, _) in found.items():
+            become(module, fresh[name])
+        if plan is not None:
+            _connect(model, plan)
+    return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be copied: pass inplace=True, or convert before the first forward, after "
+            f"which a weight that is computed (weight_norm, pruning) carries its graph: {error}"
+        ) from error
+
+
+def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """The norms to follow, with the children that each applies to its result."""
+    found = {}
+    for name, module in model.named_modules():
+        kind = known(module)
+        if kind is not None:
+            found[name] = (module, kind.then)
+        elif isinstance(module, BatchKalmanNorm):
+            found[name] = (module, module.then)
+    return found
+
+
+def rewire(model: nn.Module, example_input: Any) -> Wiring:
+    """Wire a converted model anew from another input, such as another image size; parameters stay.
+
+    The prior of `weights` knows how much of a map lies at its padded edge, from the size of the example input.
+    """
+    wired = [module for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire is not None]
+    if not wired:
+        raise ValueError(f"rewire: {type(model).__name__} was not converted; call kalmannorm.convert first")
+    with torch.inference_mode(False):
+        plan = make_plan(model, example_input, _traced(model), wired[0].wire.relay.plan.transition)
+    for name, now in plan.norms.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, BatchKalmanNorm)
+        sizes = {call.size for call in now.calls if call.size is not None}
+        if sizes and sizes != {module.prior_features}:
+            raise ValueError(
+                f"rewire: with this input {name!r} is fed by {sizes.pop()} entries, but it was built for "
+                f"{module.prior_features}; convert the BatchNorm model with this input instead"
+            )
+    _connect(model, plan)
+    return wiring(model)
+
+
+def wiring(model: nn.Module) -> Wiring:
+    """What feeds every norm of a converted model: prints as a table, draws as SVG, and holds the same as data.
+
+    Also of a part of one, whose sources outside keep the names they had, and of a module that holds several.
+    """
+    wires = [module.wire for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire]
+    if not wires:
+        raise ValueError(
+            f"wiring: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input, "
+            "to='kalman')"
+        )
+    return report(list({id(wire.relay): wire.relay for wire in wires}.values()), model)
+
+
+def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """Every norm of this library becomes what it was before conversion, with the population statistics of now.
+
+    The outputs in `population` inference stay exactly; nothing of this library remains in the model. A SyncBatchNorm
+    becomes the BatchNorm of its rank, and so does a hand-built norm, if its model gives it no `previous`.
+    """
+    found = [module for module in model.modules() if isinstance(module, GroupedNorm)]
+    if not found and not batch_norms(model):
+        raise ValueError(f"to_batchnorm: {type(model).__name__} holds no norm of kalmannorm and no batch norm")
+    for name, module in model.named_modules():
+        by_hand = isinstance(module, BatchKalmanNorm) and not hasattr(module, "converted_from")
+        if by_hand and module.prior_features is not None:
+            raise ValueError(
+                f"to_batchnorm: {name!r} is given `previous` by the model's own code, which a plain norm does not "
+                "take; build the model with BatchNorm and load the state dict with strict=False"
+            )
+    with torch.inference_mode(False):
+        if not inplace:
+            model = copy.deepcopy(model)
+        unfuse(model)
+        for module in list(model.modules()):
+            if isinstance(module, GroupedNorm):
+                become_batchnorm(module)
+        _disconnect(model)
+    return model
+
+
+def _check_arguments(
+    model: nn.Module, example_input: Any, to: str, size: int | None, transition: str, options: dict[str, Any]
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if to not in TARGETS:
+        raise ValueError(f"to must be one of {', '.join(map(repr, TARGETS))}, got {to!r}")
+    if transition not in ("weights", "learned"):
+        raise ValueError(f"transition must be 'weights' or 'learned', got {transition!r}")
+    if to == "kalman" and example_input is None:
+        raise ValueError(
+            "example_input must be given for to='kalman': what the model is called with, such as "
+            "torch.randn(2, 3, 224, 224); the prior of each norm is found by running it"
+        )
+    if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
+        raise TypeError(
+            f"example_input must be what the model is called with, not a shape: torch.randn({example_input})"
+        )
+    if size is not None:
+        positive_int("statistics_batch_size", size)
+        if to not in GROUPED:
+            raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")
+    unknown = sorted(set(options) - _OPTIONS[to])
+    if unknown:
+        allowed = ["statistics_batch_size", "transition", "inplace", *sorted(_OPTIONS[to])]
+        close = [match for name in unknown for match in difflib.get_close_matches(name, allowed, 1)]
+        meant = f"did you mean {', '.join(close)}? " if close else ""
+        raise TypeError(f"convert(to={to!r}) does not take {', '.join(unknown)}; {meant}options: {', '.join(allowed)}")
+    learned = sorted({"rank", "covariance"} & set(options))
+    if to == "kalman" and transition == "weights" and learned:
+        raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
+    # What a norm's own constructor says of the options, before anything changes.
+    if to == "kalman":
+        GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=size, **options)
+    elif to in GROUPED:
+        GROUPED[to][0](1, statistics_batch_size=size, **options)
+    elif "num_groups" in options:
+        positive_int("num_groups", options["num_groups"])
+
+
+def _check_convertible(model: nn.Module) -> None:
+    wrapped = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel"}
+    if type(model).__name__ in wrapped:
+        outside = wrapped[type(model).__name__]
+        raise TypeError(f"model is wrapped by {outside}: convert first, then wrap what convert returns")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a ScriptModule, whose forward is compiled: convert the Python model, then script it")
+    if any(isinstance(module, GroupedNorm) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. For another input size call kalmannorm.rewire(model, "
+            "example_input); for another norm start from kalmannorm.to_batchnorm(model)"
+        )
+    _check_tensors(model)
+    if known(model) is not None:
+        raise ValueError(f"model is itself a {type(model).__name__}; build kalmannorm.BatchKalmanNorm2d instead")
+    found = batch_norms(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} holds no batch norm, so there is nothing to convert")
+    for name, module in found.items():
+        check_norm(name, module)
+
+
+def _check_tensors(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for part, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(tensor):
+                raise TypeError(
+                    f"{name!r} is a {type(module).__name__} whose {part} has no size yet: run the model once first"
+                )
+            if tensor is not None and tensor.is_inference():
+                raise TypeError(
+                    f"{name!r}: its {part} was made under torch.inference_mode() and can never be trained; build the "
+                    "model outside of it"
+                )
+
+
+def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
+    """An optimizer built before would train neither the gains nor, for a copy, the model at all."""
+    parameters = {id(p) for p in model.parameters()}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer) and any(
+            id(p) in parameters for group in getattr(candidate, "param_groups", ()) for p in group["params"]
+        ):
+            lacks = "the parameters that conversion adds" if inplace else "any parameter of the converted copy"
+            warnings.warn(
+                f"convert: a {type(candidate).__name__} built before conversion holds parameters of this model, but "
+                f"not {lacks}; build the optimizer from what convert returns",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any]) -> None:
+    """Gain and transition for every norm that has a prior; the first of them owns the noise of all."""
+    lender: LearnedTransition | None = None
+    settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
+    for name, wired in plan.norms.items():
+        size = next((call.size for call in wired.calls if call.target is not None), None)
+        module = fresh[name]
+        assert isinstance(module, BatchKalmanNorm)
+        module.transition_kind = plan.transition
+        if size is not None:
+            noise = lender if plan.transition == "learned" else None
+            module.add_filter(size, noise=noise, **settings)
+            lender = lender or module.transition
+
+
+def _connect(model: nn.Module, plan: Plan) -> None:
+    """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
+    _disconnect(model)
+    for owner in plan.program.owned():
+        owner.hold()  # a norm has got other tensors since it was traced
+    relay, kept = Relay(plan), keepable(plan)
+    for name, wired in plan.norms.items():
+        calls = wired.calls
+        if calls:
+            wire = Wire(
+                relay,
+                calls=tuple(call.identity for call in calls),
+                targets=tuple(call.target for call in calls),
+                sources=tuple(call.posteriors for call in calls),
+                first=tuple(call.first for call in calls),
+                last=tuple(call.last for call in calls),
+                kept=kept[name],
+            )
+            setattr(model.get_submodule(name), "wire", wire)  # noqa: B010
+    parts = [child for child in model.children() if any(isinstance(m, BatchKalmanNorm) for m in child.modules())]
+    for part in (model, *parts):
+        if not isinstance(part, BatchKalmanNorm):
+            part.register_forward_pre_hook(Begin(relay, part is model))
+            part.register_forward_hook(End(relay, part is model), always_call=True)
+
+
+def _disconnect(model: nn.Module) -> None:
+    """Take our hooks and wires off."""
+    for module in model.modules():
+        if isinstance(module, BatchKalmanNorm):
+            module.wire = None
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (Begin, End))]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

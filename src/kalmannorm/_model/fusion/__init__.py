@@ -1,0 +1,5 @@
+"""`fuse`: norm and ReLU, and norm, sum and ReLU, become one pass in a converted model."""
+
+from kalmannorm._model.fusion.fusing import Fusion, fuse
+
+__all__ = ["Fusion", "fuse"]

@@ -1,0 +1,119 @@
+"""Whether a fused model does what it did before: outputs and gradients on the example, in training and inference.
+
+Both run in float64, on a copy: there a net that amplifies rounding, as an untrained one on two small images does, still
+agrees to many digits, and any difference in meaning shows. Only where a copy in float64 does not run, the model itself
+does, and agrees less sharply.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from kalmannorm._support.rewritten import Program, fuse_module, unfuse
+from kalmannorm._wiring.recording.trace import arguments
+from kalmannorm._wiring.recording.untouched import untouched
+
+Programs = Sequence[tuple[str, Program]]
+"""Modules by name, with the programs they shall have."""
+
+Results = dict[str, list[Tensor | None]]
+
+_LIMITS = {torch.float64: 1e-7, torch.float32: 2e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
+"""Of the largest value in a tensor; a gradient may also be noise about zero, measured by the largest of all."""
+
+
+def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[str, str]:
+    """The modules whose programs do not do what their own forward does, with what differs. `model` is unfused."""
+    if not programs:
+        return {}
+    subject, given, limit, own = _subject(model, example_input)
+
+    def difference(chosen: Programs) -> str | None:
+        try:
+            for name, program in chosen:
+                fuse_module(subject.get_submodule(name), program)
+            for training, results in own.items():
+                place = _difference(results, _results(subject, given, training), limit)
+                if place is not None:
+                    return f"fused, its {place} in {'training' if training else 'inference'} would be other numbers"
+        except Exception as error:  # of any kind: the program is made of the user's code
+            return f"fused, it would not run: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        finally:
+            unfuse(subject)
+        return None
+
+    if difference(programs) is None:
+        return {}
+    found = {name: difference([(name, program)]) for name, program in programs}
+    kept = [(name, program) for name, program in programs if found[name] is None]
+    together = difference(kept)  # each by itself does what it did, and so they should together
+    return {name: reason for name, reason in found.items() if reason} | {name: together for name, _ in kept if together}
+
+
+def _subject(model: nn.Module, example_input: Any) -> tuple[nn.Module, Any, float, dict[bool, Results]]:
+    """What to run, with what arguments, how near it has to stay, and what it does by itself in each mode."""
+    given = arguments(example_input)
+    try:
+        twin = copy.deepcopy(model).double()
+        precise = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
+        own = _in_both_modes(twin, precise)
+        if False in own:
+            return twin, precise, _LIMITS[torch.float64], own
+    except Exception:  # of any kind: not every model can be copied
+        pass
+    dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
+    return model, given, _LIMITS.get(dtype, 1e-1), _in_both_modes(model, given)
+
+
+def _in_both_modes(model: nn.Module, given: Any) -> dict[bool, Results]:
+    """In those modes in which it runs; a batch may be too small to train on."""
+    found = {}
+    for training in (True, False):
+        with suppress(Exception):  # of any kind: it is the user's model
+            found[training] = _results(model, given, training)
+    return found
+
+
+def _results(model: nn.Module, given: Any, training: bool) -> Results:
+    """Outputs and gradients of one run, with random numbers that are the same each time; nothing of it stays."""
+    args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), given)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with untouched(model, training=training), torch.enable_grad():
+        torch.manual_seed(0)
+        out = [t for t in tree_flatten(model(*args, **kwargs))[0] if isinstance(t, Tensor)]
+        learns = [t for t in out if t.requires_grad]
+        weights = [torch.randn(t.shape, device="cpu").to(t) for t in learns]
+        grads = torch.autograd.grad(learns, parameters, weights, allow_unused=True) if learns and parameters else []
+        buffers = [buffer.detach().clone() for buffer in model.buffers()]
+    return {"outputs": [t.detach() for t in out], "gradients": list(grads), "buffers": list(buffers)}
+
+
+def _difference(own: Results, other: Results, limit: float) -> str | None:
+    """What differs first, by more than the limit."""
+    for place, expected in own.items():
+        if len(expected) != len(other[place]):
+            return place
+        scale = max((_size(t) for t in expected if t is not None), default=0.0)
+        for a, b in zip(expected, other[place], strict=True):
+            if a is None or b is None:
+                if a is not b:
+                    return place
+            elif a.shape != b.shape or a.dtype != b.dtype or not _close(a, b, limit, scale):
+                return place
+    return None
+
+
+def _size(t: Tensor) -> float:
+    return float(t.abs().nan_to_num(0, 0, 0).max()) if t.numel() else 0.0
+
+
+def _close(a: Tensor, b: Tensor, limit: float, scale: float) -> bool:
+    tolerance = limit * _size(a) + 1e-3 * limit * scale
+    return torch.equal(a, b) or torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance, equal_nan=True)

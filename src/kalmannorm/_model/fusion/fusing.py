@@ -1,0 +1,182 @@
+"""`fuse`: what follows a norm runs in the norm's own pass.
+
+    relu(norm(x))            ->  norm(x, relu=True)
+    relu(norm(x) + residual) ->  norm(x, residual=residual, relu=True)
+
+A pass over memory less for each ReLU and for each sum, forward and backward, and a tensor less to keep between them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from kalmannorm._model.fusion.agreement import differing
+from kalmannorm._model.fusion.tracing import NotTraceableError, arguments_of
+from kalmannorm._model.fusion.units import Units, find_units
+from kalmannorm._model.population import norms, require_norms
+from kalmannorm._support.rewritten import REPORT, Argument, fuse_module, unfuse
+from kalmannorm._wiring.recording.trace import arguments
+from kalmannorm._wiring.recording.untouched import untouched
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What `fuse` did: for each norm, by name, what it is fused with, or why it is left as it was."""
+
+    fused: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        counts = Counter(self.fused.values())
+        kinds = ", ".join(f"{count} with {kind}" for kind, count in sorted(counts.items()))
+        total = len(self.fused) + len(self.left)
+        lines = [f"{len(self.fused)} of {total} norms fused" + (f": {kinds}" if kinds else "")]
+        return "\n".join(lines + [f"left {name}: {reason}" for name, reason in self.left.items()])
+
+
+def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.Module:
+    """Norm and ReLU, and norm, sum and ReLU, in one pass, wherever that cannot be noticed; the numbers stay.
+
+    The model stays what it is: classes (each fused module's is a subclass of its own), names, parameters, buffers,
+    state dict, children, hooks, wiring, training and inference. It trains, copies, pickles and compiles as before.
+    `model.fusion` tells what was fused and why the rest was not. Fused are norms of this library whose result goes to
+    a ReLU alone, or to a sum and from there to a ReLU alone, inside the forward of one module; of two norms that are
+    added, the one that runs last. Left alone is what a hook watches, what is used twice or broadcast, and all in a
+    forward that symbolic tracing cannot follow. Before anything changes, outputs, gradients and buffers are compared on
+    the example, in training and inference; a module that would give other numbers is left alone too.
+
+    Fuse last, before the optimizer: a forward is written down as it is now. Hooks added later to a ReLU or a shortcut
+    that was fused are not called. A module whose attributes or children change, or that is called with other kinds of
+    arguments, uses its own forward. `to_batchnorm` and `fold` take everything back.
+
+    Args:
+        model: converted, or of ghost or renorm norms.
+        example_input: what the model is called with, as for `convert`.
+        inplace: fuse this very model instead of a copy.
+    """
+    _check(model)
+    with torch.inference_mode(False):
+        if not inplace:
+            model = copy.deepcopy(model)
+        unfuse(model)
+        calls = _calls(model, example_input)
+        excluded: dict[str, str] = {}
+        while True:
+            units = find_units(model, calls, excluded)
+            refused = _unlike(model, example_input, units) or _other_numbers(model, example_input, units)
+            if not refused:
+                break
+            excluded |= refused
+        for unit in units.found:
+            fuse_module(unit.module, unit.program)
+        vars(model)[REPORT] = _report(model, units, calls)
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"model must be a torch.nn.Module written in Python, got {type(model).__name__}")
+    wrapped = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel"}
+    if type(model).__name__ in wrapped:
+        raise TypeError(f"model is wrapped by {wrapped[type(model).__name__]}: fuse first, then wrap what fuse returns")
+    require_norms(model, "fuse")
+
+
+def _run(model: nn.Module, example_input: Any, training: bool, watch: Callable[..., None]) -> None:
+    """Run the example and show every call of a module before it is made."""
+    args, kwargs = arguments(example_input)
+    handles = [m.register_forward_pre_hook(watch, with_kwargs=True) for m in model.modules()]
+    try:
+        with untouched(model, training=training), torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _calls(model: nn.Module, example_input: Any) -> dict[int, tuple[Argument, ...] | str]:
+    """How each module is called, in either mode."""
+    found: dict[int, tuple[Argument, ...] | str] = {}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(module) not in found and next(norms(module), None) is not None:
+            try:
+                found[id(module)] = arguments_of(module, args, kwargs)
+            except NotTraceableError as error:
+                found[id(module)] = str(error)
+
+    failures = []
+    for training in (False, True):
+        try:
+            _run(model, example_input, training, watch)
+        except Exception as error:  # of any kind: it is the user's model; a batch may be too small to train on
+            failures.append(error)
+    if len(failures) == 2:
+        first = next(iter(str(failures[0]).splitlines()), "")
+        message = f"example_input: {type(model).__name__} does not run on it: {type(failures[0]).__name__}: {first}"
+        raise ValueError(message) from failures[0]
+    return found
+
+
+def _unlike(model: nn.Module, example_input: Any, units: Units) -> dict[str, str]:
+    """Norms whose result would be added to something of another shape or dtype."""
+    names = {id(norm): name for name, norm in norms(model)}
+    found: dict[str, str] = {}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        residual = kwargs.get("residual")
+        if id(module) in names and residual is not None:
+            alike = isinstance(residual, torch.Tensor) and (residual.shape, residual.dtype) == (
+                args[0].shape,
+                args[0].dtype,
+            )
+            if not alike:
+                found[names[id(module)]] = "what it is added to has another shape or dtype"
+
+    if "sum and ReLU" not in units.fused().values():
+        return found
+    for unit in units.found:
+        fuse_module(unit.module, unit.program)
+    try:
+        for training in (False, True):
+            with suppress(Exception):  # of any kind: what does not run shows when the numbers are compared
+                _run(model, example_input, training, watch)
+    finally:
+        unfuse(model)
+    return found
+
+
+def _other_numbers(model: nn.Module, example_input: Any, units: Units) -> dict[str, str]:
+    """Norms of modules that fused would not do what they did."""
+    reasons = differing(model, example_input, [(unit.name, unit.program) for unit in units.found])
+    return {norm: reasons[unit.name] for unit in units.found if unit.name in reasons for norm in unit.norms}
+
+
+def _report(model: nn.Module, units: Units, calls: dict[int, Any]) -> Fusion:
+    fused = units.fused()
+    reason = partial(_reason, model, units, calls)
+    return Fusion(
+        {name: fused[name] for name, _ in norms(model) if name in fused},
+        {name: units.left.get(name) or reason(name) for name, _ in norms(model) if name not in fused},
+    )
+
+
+def _reason(model: nn.Module, units: Units, calls: dict[int, Any], name: str) -> str:
+    """Why no graph has this norm."""
+    if id(model.get_submodule(name)) not in calls:
+        return "it did not run on the example input"
+    holder = name
+    while holder:
+        holder = holder.rpartition(".")[0]
+        if holder in units.untraced:
+            return f"{holder or type(model).__name__}: {units.untraced[holder]}"
+    return "no forward that calls it was found"

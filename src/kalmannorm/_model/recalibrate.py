@@ -1,0 +1,258 @@
+"""Population statistics from data: one pass over a loader puts what it really shows in place of the moving averages.
+
+A moving average lags behind the weights, forgets all but the last batches, and lets a small last batch weigh as much
+as a whole one. Here every value counts once: with n_i values in batch i and N = Σ n_i,
+
+    μ = Σ n_i mean_i / N        Σ = Σ n_i (var_i + (mean_i - μ)²) / N
+
+however the data are split into batches or over ranks. Sums run in float64, beside the buffers, which are written once,
+at the end: an interrupted pass changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.hub import tqdm  # type: ignore[attr-defined]  # the real one where it is installed, else torch's own
+
+from kalmannorm._model.population import freeze_statistics, named, require_norms, set_inference
+from kalmannorm._model.tallies import State, Tally, change, tallies
+from kalmannorm._support.checks import positive_int
+
+Forward = Callable[[nn.Module, Any], object]
+
+
+class Recalibration(NamedTuple):
+    """What a pass of `recalibrate` used, over all ranks.
+
+    batches: batches of the loaders.
+    values: values per channel that each norm's statistics rest on, by name; 0 where the old ones were kept.
+    skipped: batches left out for NaN or Inf statistics, of the norms that met any.
+    """
+
+    batches: int
+    values: dict[str, int]
+    skipped: dict[str, int]
+
+
+def recalibrate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    max_batches: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Recalibration:
+    """Re-estimate the population statistics of every norm of this library, and of every torch BatchNorm, from data.
+
+    The norms run as in training: each group of m examples is normalized with its own posterior, so use batches of whole
+    groups, shuffled as in training. All else, dropout or stochastic depth, runs as in `eval()`: its noise, which
+    inference does not meet, would widen the statistics of every norm behind it.
+
+    Each norm gets the statistic it keeps in training: the pooled moments of its posteriors (of its input, for batch
+    norms; biased, as what a fixed normalizer meets); where `total_variance=False` the plain average of variances, in
+    Batch Renorm that of σ. Frozen norms are estimated too and stay frozen, and so are norms in eval mode. What keeps no
+    running statistics is left alone. Flags, momentum, parameters, gradients and the counters of training stay as they
+    are, and after an error the statistics too. A model compiled by `torch.compile` runs uncompiled here.
+
+    With `torch.distributed` on several ranks every rank calls it with data of its own, as many batches as it has; all
+    get the statistics of all data. Norms that synchronise in training take their groups from one rank here, because
+    ranks may differ in their number of batches. (A sharded model, FSDP's, needs equally many.)
+
+    Args:
+        loader: yields batches: a tensor, or a tuple, list or dict whose first element is the model's input.
+        max_batches: stop after so many on each rank; None takes all.
+        forward: runs the model on a batch of any other kind, `forward(model, batch)`; its result is not used. To
+            re-estimate a part of a model only, pass that part, and a `forward` that runs the whole, in `eval()`.
+        progress: show a bar, on rank 0 and where stderr is a terminal.
+
+    Tensors in a batch are moved to the model's device. Batches that give NaN or Inf are left out, and norms that never
+    run keep their statistics; a warning names the norms.
+    """
+    if max_batches is not None:
+        max_batches = positive_int("max_batches", max_batches)
+    if isinstance(loader, Tensor):
+        raise TypeError("loader must yield batches, got a tensor; for a single batch give [tensor]")
+    if isinstance(model, nn.DataParallel):
+        model = model.module  # its replicas would keep their statistics to themselves
+    found = tallies(model)
+    if not found:
+        raise ValueError(f"recalibrate: {type(model).__name__} holds no norm with running statistics")
+    batches, failure = 0, None
+    try:
+        batches = _run(model, loader, found.values(), max_batches, forward or _first_element, progress)
+    except Exception as error:
+        failure = error  # the other ranks wait for this one, so it must not leave yet
+    own = {} if failure else {name: tally.state() for name, tally in found.items()}
+    batches, states = _joined(batches, own, failure)
+    if not batches:
+        raise ValueError("recalibrate: loader gave no batch; an iterator that was used before has none left")
+    merged = {name: tally.merged(states[name]) for name, tally in found.items()}
+    kept = {name for name, tally in found.items() if not tally.write(merged[name])}
+    if _rank() == 0:
+        _report(merged, kept)
+    return Recalibration(
+        batches,
+        {name: 0 if name in kept else state.values for name, state in merged.items()},
+        {name: state.skipped for name, state in merged.items() if state.skipped},
+    )
+
+
+def finish_on_population(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    max_batches: int | None = None,
+    forward: Forward | None = None,
+    progress: bool = True,
+) -> Recalibration:
+    """`recalibrate`, then freeze the statistics: the last phase of training runs on what inference will use.
+
+    Call it before the last epochs, then go on training: the weights, γ and β adapt to the fixed statistics, and
+    `.train()` does not undo it; `freeze_statistics(model, False)` does. Wait until the learning rate is low, at about a
+    twentieth of its peak: a net whose statistics no longer follow its weights diverges sooner. Every norm is set to
+    `population` inference, for frozen norms run in training as they do in `eval()`; a warning says so where it was
+    another. torch's own BatchNorm layers cannot be frozen; a warning names them. Arguments and result as in
+    `recalibrate`.
+    """
+    found = require_norms(model, "finish_on_population")
+    result = recalibrate(model, loader, max_batches=max_batches, forward=forward, progress=progress)
+    others = [name for name, norm in found if norm.inference != "population" and norm.track_running_stats]
+    set_inference(model, "population")
+    freeze_statistics(model)
+    if others:
+        warnings.warn(
+            f"finish_on_population: {len(others)} norms had another inference and are now set to 'population', as the "
+            f"last phase of training needs: {named(others)}",
+            UserWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def _run(
+    model: nn.Module,
+    loader: Iterable[Any],
+    found: Iterable[Tally],
+    max_batches: int | None,
+    forward: Forward,
+    progress: bool,
+) -> int:
+    """Show every batch to the norms; the model is as before when this ends, in whatever way."""
+    tensor = next(itertools.chain(model.parameters(), model.buffers()))
+    batches = 0
+    with torch.no_grad(), _uncompiled(), ExitStack() as stack:
+        for module in model.modules():
+            change(stack, module, training=False)
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                # It would broadcast the buffers, and wait for ever for a rank that has no batch.
+                change(stack, module, require_forward_param_sync=False)
+        for tally in found:
+            tally.attach(stack)
+        bar = stack.enter_context(_bar(loader, max_batches, progress))
+        for batch in itertools.islice(loader, max_batches):
+            forward(model, to_device(batch, tensor.device))
+            batches += 1
+            bar.update(1)
+    return batches
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    # Compiled code would neither see what is changed for the pass nor be worth compiling anew for it.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _bar(loader: Iterable[Any], max_batches: int | None, progress: bool) -> Any:
+    total: int | None
+    try:
+        total = len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        total = max_batches
+    if total is not None and max_batches is not None:
+        total = min(total, max_batches)
+    # A file or a pipe is no place for a bar. The stand-in that torch has for tqdm shows no label, and counts in bytes.
+    shown = progress and _rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
+    if stand_in := tqdm.__module__ == "torch.hub":
+        shown = shown and total is not None
+    bar = tqdm(total=total, unit="batch", desc="recalibrate", disable=not shown)
+    if stand_in and shown:
+        bar.write(f"recalibrate, {total} batches:")
+    return bar
+
+
+def _first_element(model: nn.Module, batch: Any) -> object:
+    elements = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(elements, (tuple, list)) and len(elements):
+        return model(elements[0])
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise TypeError(
+        "loader must yield tensors, or tuples, lists or dicts whose first element is the model's input; got "
+        f"{'an empty' if isinstance(elements, (tuple, list)) else 'a'} {type(batch).__name__}. For other batches give "
+        "forward, a function of (model, batch) that runs the model"
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in its tuples, lists and dicts on the device; other objects as they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
+    if type(batch) in (tuple, list):
+        return type(batch)(to_device(part, device) for part in batch)
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)  # keeps the kind: some dicts of batches have attributes
+        moved.update({key: to_device(part, device) for key, part in batch.items()})
+        return moved
+    return batch
+
+
+def _ranks() -> int:
+    ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if ready else 1
+
+
+def _rank() -> int:
+    return distributed.get_rank() if _ranks() > 1 else 0
+
+
+def _joined(batches: int, states: dict[str, State], failure: Exception | None) -> tuple[int, dict[str, list[State]]]:
+    """Batches in all and every rank's states, in the order of ranks; the only point where ranks meet.
+
+    A rank that failed comes here too, so that the others learn of it instead of waiting for it.
+    """
+    ranks = [(batches, states, failure and f"{type(failure).__name__}: {failure}")]
+    if _ranks() > 1:
+        ranks *= _ranks()
+        distributed.all_gather_object(ranks, (batches, states, ranks[0][2]))
+    if failure is not None:
+        raise failure
+    for rank, (_, theirs, error) in enumerate(ranks):
+        if error:
+            raise RuntimeError(f"recalibrate: rank {rank} failed, so no statistics were changed: {error}")
+        if theirs.keys() != states.keys():
+            raise RuntimeError(
+                f"recalibrate: rank {rank} holds other norms than rank {_rank()}; its model must be the same"
+            )
+    return sum(rank[0] for rank in ranks), {name: [rank[1][name] for rank in ranks] for name in states}
+
+
+def _report(merged: dict[str, State], kept: set[str]) -> None:
+    skipped = [name for name, state in merged.items() if state.skipped or (name in kept and state.batches)]
+    unseen = [name for name in merged if name in kept and name not in skipped]
+    if skipped:
+        counts = [f"{n} ({merged[n].skipped} left out{', statistics kept' * (n in kept)})" for n in skipped]
+        text = f"recalibrate: {len(skipped)} norms met batches with NaN or Inf statistics: {named(counts)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    if unseen:
+        text = f"recalibrate: {len(unseen)} norms never ran and keep their statistics: {named(unseen)}"
+        warnings.warn(text, UserWarning, stacklevel=3)

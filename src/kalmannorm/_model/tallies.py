@@ -1,0 +1,199 @@
+"""Tallies: what each norm of a model sees while `recalibrate` runs, in float64 and apart from the norm's own buffers.
+
+The buffers meanwhile stay as they were (Batch Renorm corrects towards them) and are written once, at the end.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._ops.normalize import exportable
+from kalmannorm._ops.track.averages import moved, precise_dtype
+from kalmannorm.moments import Moments
+
+AVERAGES = ("running", "observed")
+COUNTS = ("num_batches_tracked", "values_tracked", "skipped_batches")
+
+
+class State(NamedTuple):
+    """A tally in numbers that other ranks can take: what went in, and the averages (C,) on the CPU, by kind."""
+
+    batches: int
+    values: int
+    skipped: int
+    averages: dict[str, Moments]
+
+
+def change(stack: ExitStack, module: nn.Module, **attributes: object) -> None:
+    """Set attributes of a module until the stack closes."""
+    for name, value in attributes.items():
+        old = getattr(module, name)
+        if callable(old) and name not in vars(module):  # a method: removing what covers it shows it again
+            stack.callback(delattr, module, name)
+        else:
+            stack.callback(setattr, module, name, old)
+        setattr(module, name, value)
+
+
+class Tally:
+    """What one norm has seen, in tensors named as its buffers; nothing waits for the device until `state`."""
+
+    def __init__(self, norm: _NormBase) -> None:
+        self.norm = norm
+        self.seen: dict[str, Tensor] = {}
+
+    def attach(self, stack: ExitStack) -> None:
+        """Run the norm as in training, and look on, until the stack closes."""
+        raise NotImplementedError
+
+    def moved(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
+        """Where an average goes that gives a batch the weight α: by the law of total variance."""
+        return moved(average.mean, average.var, batch, alpha, total_variance=True)
+
+    def state(self) -> State:
+        if not self.seen:
+            return State(0, 0, 0, {})
+        batches, values, skipped = (int(self.seen[name]) for name in COUNTS)
+        averages = {
+            kind: Moments(self.seen[f"{kind}_mean"].cpu(), self.seen[f"{kind}_var"].cpu())
+            for kind in AVERAGES
+            if f"{kind}_mean" in self.seen
+        }
+        return State(batches, values, skipped, averages)
+
+    def merged(self, states: list[State]) -> State:
+        """The states of all ranks as one; the same to the last bit on each rank, for each does the same sums."""
+        values = 0
+        averages: dict[str, Moments] = {}
+        for state in states:
+            if not state.values:
+                continue
+            values += state.values
+            averages = {
+                kind: self.moved(kind, averages[kind], batch, state.values / values) if averages else batch
+                for kind, batch in state.averages.items()
+            }
+        return State(sum(state.batches for state in states), values, sum(state.skipped for state in states), averages)
+
+    def write(self, state: State) -> bool:
+        """Give the norm these statistics, unless nothing went in or they overflow its buffers; whether it got them."""
+        new = []
+        for kind, average in state.averages.items():
+            for part in ("mean", "var"):
+                buffer = getattr(self.norm, f"{kind}_{part}")
+                new.append((buffer, getattr(average, part).to(buffer.dtype)))
+        if not state.values or not all(value.isfinite().all() for _, value in new):
+            return False
+        for buffer, value in new:
+            buffer.copy_(value)
+        return True
+
+
+class GroupedTally(Tally):
+    """A norm of this library tracks as ever, with `momentum=None`, but into the tally instead of its buffers."""
+
+    norm: GroupedNorm
+
+    def attach(self, stack: ExitStack) -> None:
+        norm, track = self.norm, self.norm._track
+
+        def track_apart(*args: Any, **kwargs: Any) -> None:
+            if not self.seen:
+                self.seen = {name: blank(buffer) for name, buffer in norm.named_buffers(recurse=False)}
+            with ExitStack() as inside:
+                change(inside, norm, momentum=None, _warned=True, **self.seen)
+                track(*args, **kwargs)
+
+        change(stack, norm, training=True, frozen=False, _track=track_apart)
+        if norm._pending is not None:
+            change(stack, norm, _pending=None)
+        if getattr(norm, "process_group", None) is not None:
+            # Ranks may have unequal numbers of batches: one that waits for the others at each would wait for ever.
+            change(stack, norm, process_group=None)
+        if isinstance(norm, BatchKalmanNorm):
+            stack.callback(norm.release)
+
+    def moved(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
+        if kind == "observed":
+            return super().moved(kind, average, batch, alpha)
+        with ExitStack() as inside:  # by the norm's own rule, which reads its buffers
+            change(inside, self.norm, running_mean=average.mean, running_var=average.var)
+            return self.norm._moved(batch, alpha)
+
+    def write(self, state: State) -> bool:
+        written = super().write(state)
+        if written and self.norm.values_tracked is not None:
+            # num_batches_tracked stays: it counts steps of training, by which Batch Renorm's clips are scheduled.
+            self.norm.values_tracked.fill_(state.values)
+        return written
+
+
+class BatchNormTally(Tally):
+    """torch's BatchNorm shows its input to the tally; by itself it would weigh all batches alike."""
+
+    norm: _BatchNorm
+
+    def attach(self, stack: ExitStack) -> None:
+        norm, forward = self.norm, self.norm.forward
+
+        def observe_then_forward(*args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else kwargs["input"]
+            if x.dim() > 1 and x.numel():
+                self.observe(x)
+            with ExitStack() as inside:
+                if x.dim() > 1 and x.numel() > x.shape[1]:
+                    # In eval mode and without buffers it takes the batch's statistics, moves nothing, and does not
+                    # wait for other ranks as a SyncBatchNorm in training does.
+                    change(inside, norm, running_mean=None, running_var=None)
+                # One value per channel has no variance; then the old running statistics normalize.
+                return forward(*args, **kwargs)
+
+        change(stack, norm, forward=observe_then_forward)
+
+    def observe(self, x: Tensor) -> None:
+        if not self.seen:
+            average, count = blank(x.new_empty(x.shape[1])), x.new_zeros((), dtype=torch.long)
+            self.seen = {name: average.clone() for name in ("running_mean", "running_var")}
+            self.seen |= {name: count.clone() for name in COUNTS}
+        mean, var, total = (self.seen[name] for name in ("running_mean", "running_var", "values_tracked"))
+        values = x.numel() // x.shape[1]
+        observation = exportable.observe_groups(x, x.shape[0])
+        batch = Moments(observation.mean[0], observation.var[0])
+        new = self.moved("running", Moments(mean, var), batch, values / (total + values).to(mean.dtype))
+        finite = torch.isfinite(torch.stack([new.mean, new.var])).all()
+        mean.copy_(torch.where(finite, new.mean, mean))
+        var.copy_(torch.where(finite, new.var, var))
+        total.add_(values * finite)
+        self.seen["num_batches_tracked"].add_(finite)
+        self.seen["skipped_batches"].add_(~finite)
+
+    def write(self, state: State) -> bool:
+        written = super().write(state)
+        if written and self.norm.num_batches_tracked is not None:
+            self.norm.num_batches_tracked.fill_(state.batches)  # by which its `momentum=None` weighs what comes next
+        return written
+
+
+def blank(like: Tensor) -> Tensor:
+    """Zeros of that shape and place: averages in float64, where the device has it."""
+    if not like.is_floating_point():
+        return torch.zeros_like(like)
+    return torch.zeros_like(like, dtype=precise_dtype(like))
+
+
+def tallies(model: nn.Module) -> dict[str, Tally]:
+    """One for every norm with running statistics, by its name."""
+    kinds: tuple[tuple[type[_NormBase], type[Tally]], ...] = ((GroupedNorm, GroupedTally), (_BatchNorm, BatchNormTally))
+    return {
+        name or "(the model itself)": tally(module)
+        for name, module in model.named_modules()
+        for norm, tally in kinds
+        if isinstance(module, norm) and module.track_running_stats and module.running_mean is not None
+    }

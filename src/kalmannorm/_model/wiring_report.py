@@ -1,0 +1,155 @@
+"""The report behind `wiring(model)`: a table, a line, the data, and a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from kalmannorm._model.wiring_drawing import draw
+from kalmannorm._running.relay import Begin, Relay, Wire
+from kalmannorm._wiring.plan import NEVER_RAN, Plan
+from kalmannorm._wiring.program import Parameter, Step
+
+
+@dataclass(frozen=True)
+class NormWiring:
+    """One norm. `sources` feed it with no norm between; `reason` says why it has no prior, None where it has one.
+
+    Of a norm that runs several times, `transition` says how many of its calls have one, if not all.
+    """
+
+    name: str
+    channels: int
+    sources: list[str]
+    path: str
+    transition: str
+    prior_features: int | None
+    reason: str | None
+    calls: int
+
+    @property
+    def wired(self) -> bool:
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What feeds every norm of a converted model, in the order they run."""
+
+    model: str
+    transition: str
+    norms: list[NormWiring]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many norms are wired, of the others how many have a norm before them, and what went wrong."""
+        wired = sum(norm.wired for norm in self.norms)
+        lost = sum(not norm.wired and bool(norm.sources) for norm in self.norms)
+        first = sum(not norm.wired and not norm.sources and norm.calls > 0 for norm in self.norms)
+        unseen = sum(norm.calls == 0 for norm in self.norms)
+        parts = [f"{wired} of {len(self.norms)} norms of {self.model} are wired ({self.transition})"]
+        parts += [f"{first} with no norm before"] if first else []
+        parts += [f"{lost} fed by norms but without a prior"] if lost else []
+        parts += [f"{unseen} never ran in the example"] if unseen else []
+        return "; ".join([", ".join(parts), *self.notes])
+
+    def __str__(self) -> str:
+        rows = [("norm", "channels", "sources", "path", "transition")]
+        for norm in self.norms:
+            shown = norm.sources if len(norm.sources) <= 3 else [*norm.sources[:2], f"… {len(norm.sources)} in all"]
+            how = norm.transition if norm.wired else f"no prior: {norm.reason}"
+            times = f" (×{norm.calls})" if norm.calls > 1 else ""
+            rows.append((norm.name + times, str(norm.channels), ", ".join(shown) or "–", norm.path, how))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        lines.insert(1, "-" * min(max(map(len, lines)), 120))
+        return "\n".join([*lines, "", self.summary])
+
+    def svg(self) -> str:
+        """The graph of the norms as an SVG document."""
+        return draw(self.model, self.summary, [(n.name, n.channels, n.sources, n.reason) for n in self.norms])
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def save(self, path: str) -> None:
+        """Write the drawing to a file, whose name ends in .svg."""
+        if not str(path).endswith(".svg"):
+            raise ValueError(f"path must end in .svg, which is what is written, got {str(path)!r}")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.svg())
+
+
+def report(relays: Sequence[Relay], model: nn.Module) -> Wiring:
+    """Of one converted model or several, of which this model is, holds or is a part; names are those in this model."""
+    norms: list[NormWiring] = []
+    notes: list[str] = []
+    for relay in relays:
+        norms += _norms(relay.plan, _names_in(model, relay))
+        notes += [*relay.plan.failed, *_replaced(model, relay)]
+    transitions = dict.fromkeys(relay.plan.transition for relay in relays)
+    return Wiring(type(model).__name__, " and ".join(transitions), norms, notes)
+
+
+def _names_in(model: nn.Module, relay: Relay) -> dict[str, str]:
+    """For the norms of a converted model that are in this one: from the name there to the name here."""
+    there = {norm.calls[0].identity: norm.name for norm in relay.plan.norms.values() if norm.calls}
+    modules, found, pair = dict(model.named_modules()), dict[str, str](), ("", "")
+    for name, module in modules.items():
+        wire = getattr(module, "wire", None)
+        if isinstance(wire, Wire) and wire.relay is relay:
+            pair = there[wire.calls[0]], name
+            found[pair[0]] = name
+    for norm in relay.plan.norms.values():
+        name = _moved(norm.name, *pair)
+        if not norm.calls and getattr(modules.get(name), "wire", relay) is None:
+            found[norm.name] = name
+    return found
+
+
+def _moved(name: str, old: str, new: str) -> str:
+    """Of a norm that never ran no wire tells where it is; but its name changes as that of another, from old to new."""
+    if new.endswith(old):
+        return new[: len(new) - len(old)] + name
+    prefix = old.removesuffix(new)
+    return name[len(prefix) :] if name.startswith(prefix) else ""
+
+
+def _norms(plan: Plan, names: dict[str, str]) -> list[NormWiring]:
+    order = sorted(plan.norms.values(), key=lambda norm: norm.calls[0].identity if norm.calls else len(plan.norms))
+    inside = set(names.values())
+    norms = []
+    for norm in order:
+        if norm.name not in names:
+            continue
+        sources = list(dict.fromkeys(source for call in norm.calls for source in call.sources))
+        sources = [names.get(name, f"{name} (outside)" if name in inside else name) for name in sources]
+        wired = [call for call in norm.calls if call.target is not None]
+        reason = None if wired else (norm.calls[0].reason if norm.calls else NEVER_RAN)
+        some = f", {len(wired)} of {len(norm.calls)} calls" if 0 < len(wired) < len(norm.calls) else ""
+        path = (wired or norm.calls)[0].path if norm.calls else ""
+        size, how, calls = wired[0].size if wired else None, plan.transition + some, len(norm.calls)
+        norms.append(NormWiring(names[norm.name], norm.channels, sources, path, how, size, reason, calls))
+    return norms
+
+
+def _replaced(model: nn.Module, relay: Relay) -> list[str]:
+    """Layers that priors still read, but that are in the model no more."""
+    for prefix, root in model.named_modules():
+        hooks = root._forward_pre_hooks.values()
+        if any(isinstance(hook, Begin) and hook.relay is relay and hook.whole for hook in hooks):
+            present = {id(module) for module in root.modules()}
+            steps = relay.program.steps
+            gone = {name: step for step, name in relay.plan.owners.items() if _lost(steps[step], present)}
+            return [
+                f"{f'{prefix}.{name}'.lstrip('.')!r} was replaced after conversion: call kalmannorm.rewire"
+                for name in gone
+            ]
+    return []
+
+
+def _lost(step: Step, present: set[int]) -> bool:
+    return isinstance(step, Parameter) and id(step.owner.module()) not in present

@@ -1,0 +1,1 @@
+"""The norm layers, and what they share."""

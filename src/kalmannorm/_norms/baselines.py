@@ -1,0 +1,199 @@
+"""The norms to compare with, on the same op and with the same groups, statistics and inference as ours.
+
+`GhostBatchNorm` is batch norm on groups of m examples: what happens on each device of a data-parallel run.
+`BatchRenorm` (Ioffe, "Batch Renormalization", 2017) corrects a group's statistics towards the moving averages:
+
+    y = γ (r (x - μ_B) / σ_B + d) + β,   r = clip(σ_B / σ, 1/r_max, r_max),   d = clip((μ_B - μ) / σ, -d_max, d_max)
+
+with r and d held constant in the backward, μ ← μ + α (μ_B - μ) and σ ← σ + α (σ_B - σ).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm._groups import cast, group_size
+from kalmannorm._norms.distributed import ProcessGroupChoice
+from kalmannorm._norms.grouped import GroupedNorm, Inference
+from kalmannorm._ops.normalize import exportable
+from kalmannorm._ops.track.averages import Groups
+from kalmannorm._ops.track.request import Kind
+from kalmannorm._support.activation_checkpoints import first_seen
+from kalmannorm.functional import normalize, observe
+from kalmannorm.moments import Moments
+
+
+class GhostBatchNorm(GroupedNorm):
+    """Batch norm on groups of `statistics_batch_size` neighbouring examples; all three ways of inference.
+
+    Arguments as in `BatchKalmanNorm`, less the filter's.
+    """
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
+
+
+class BatchRenorm(GroupedNorm):
+    """Batch Renormalization on groups of `statistics_batch_size` examples; `population` and `batch` inference.
+
+    Args:
+        r_max, d_max: the clips at the end of their schedule.
+        warmup_steps: batches that run as plain batch norm (r_max = 1, d_max = 0).
+        r_steps, d_steps: the batch at which each clip, growing linearly after the warm-up, reaches its end.
+
+    The schedule counts training forwards (`num_batches_tracked`); its defaults are the paper's, made for 160,000
+    steps, so shorter runs should scale them. `batch` inference normalizes as training does, r and d included.
+    Other arguments as in `BatchKalmanNorm`.
+    """
+
+    inference_modes = ("population", "batch")
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        statistics_batch_size: int | None = None,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        warmup_steps: int = 5_000,
+        r_steps: int = 40_000,
+        d_steps: int = 25_000,
+        inference: Inference = "population",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not track_running_stats:
+            raise ValueError("track_running_stats must be True: Batch Renorm corrects towards the running statistics")
+        if r_max < 1:
+            raise ValueError(f"r_max must be at least 1, got {r_max}")
+        if d_max < 0:
+            raise ValueError(f"d_max must be at least 0, got {d_max}")
+        for name, steps in (("r_steps", r_steps), ("d_steps", d_steps)):
+            if steps < warmup_steps:
+                raise ValueError(f"{name} must not come before warmup_steps = {warmup_steps}, got {steps}")
+        super().__init__(
+            num_features,
+            statistics_batch_size=statistics_batch_size,
+            inference=inference,
+            eps=eps,
+            momentum=momentum,
+            affine=affine,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+        self.r_max, self.d_max = r_max, d_max
+        self.warmup_steps, self.r_steps, self.d_steps = warmup_steps, r_steps, d_steps
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
+
+    def clips(self, batches: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """r_max and d_max after so many batches, on the device; at the present batch, where none are given."""
+        batches = self.num_batches_tracked if batches is None else batches
+        assert batches is not None and self.running_mean is not None
+        steps = batches.to(self.running_mean.dtype) - self.warmup_steps
+
+        def progress(end: int) -> Tensor:
+            return (steps / max(end - self.warmup_steps, 1)).clamp(0, 1)
+
+        return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
+
+    def _affine(self, observation: Moments) -> tuple[Tensor, Tensor]:
+        """γ r and γ d + β of each group, (G, C); r and d carry no gradient."""
+        with torch.no_grad():
+            # This forward moves them, and its recomputation must find them where they were.
+            mean, var, batches = first_seen(self, self._towards)
+            r_max, d_max = self.clips(batches)
+            sigma = torch.sqrt(var + self.eps)
+            r = torch.sqrt(observation.var + self.eps) / sigma
+            r = torch.minimum(torch.maximum(r, 1 / r_max), r_max)
+            d = (observation.mean - mean) / sigma
+            d = torch.minimum(torch.maximum(d, -d_max), d_max)
+        if self.weight is None or self.bias is None:
+            return r, d
+        # In the dtype of statistics first, or each way to γ would round its gradient to half precision by itself.
+        weight, bias = cast(self.weight, r.dtype), cast(self.bias, r.dtype)
+        return weight * r, weight * d + bias
+
+    def _towards(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a forward corrects towards, and the batch by which the schedule counts."""
+        mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mean is not None and var is not None and batches is not None
+        return mean, var, batches
+
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
+        with torch.no_grad():
+            observation = observe(x, self.statistics_batch_size)
+        affine, size = self._affine(observation), self.statistics_batch_size
+        return normalize(x, None, None, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu)
+
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
+        size = group_size(x.shape[0], self.statistics_batch_size)
+        observation = exportable.observe_groups(x, size)
+        return exportable.apply(x, observation, *self._affine(observation), size, self.eps), observation, observation
+
+    def _averages(self) -> Kind:
+        return "sigma"
+
+    def _pool(self, posterior: Groups) -> Moments:
+        mean, var, _ = posterior.moments
+        sigma = posterior.average(torch.sqrt(var + self.eps))
+        return Moments(posterior.average(mean), sigma.square() - self.eps)
+
+    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
+        assert self.running_mean is not None and self.running_var is not None
+        sigma, batch_sigma = (torch.sqrt(var + self.eps) for var in (self.running_var, population.var))
+        mean = self.running_mean + alpha * (population.mean - self.running_mean)
+        return Moments(mean, ((sigma + alpha * (batch_sigma - sigma)).square() - self.eps).clamp(min=0))
+
+    def _repr_parts(self) -> list[str]:
+        return [f"r_max={self.r_max}", f"d_max={self.d_max}"]
+
+
+class GhostBatchNorm1d(GhostBatchNorm):
+    """`GhostBatchNorm` for x of shape (N, C) or (N, C, L)."""
+
+    input_dims = (2, 3)
+
+
+class GhostBatchNorm2d(GhostBatchNorm):
+    """`GhostBatchNorm` for x of shape (N, C, H, W)."""
+
+    input_dims = (4,)
+
+
+class GhostBatchNorm3d(GhostBatchNorm):
+    """`GhostBatchNorm` for x of shape (N, C, D, H, W)."""
+
+    input_dims = (5,)
+
+
+class BatchRenorm1d(BatchRenorm):
+    """`BatchRenorm` for x of shape (N, C) or (N, C, L)."""
+
+    input_dims = (2, 3)
+
+
+class BatchRenorm2d(BatchRenorm):
+    """`BatchRenorm` for x of shape (N, C, H, W)."""
+
+    input_dims = (4,)
+
+
+class BatchRenorm3d(BatchRenorm):
+    """`BatchRenorm` for x of shape (N, C, D, H, W)."""
+
+    input_dims = (5,)

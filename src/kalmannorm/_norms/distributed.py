@@ -1,0 +1,333 @@
+"""Statistics over the ranks of a process group: group g of all ranks together is one statistics group.
+
+Rank r holds n_r values of it, with mean m_r and variance v_r. Joined,
+
+    n = Σ n_r        mean = Σ n_r m_r / n        var = Σ n_r (v_r + (m_r - mean)²) / n
+
+One message gathers the rows of all ranks and each rank merges them by itself, in float64: equal to the last bit
+everywhere, and nothing cancels where |mean| ≫ σ. Gradients at the joint moments are summed over ranks, so the ranks
+learn as one process does on the joined batch with the sum of their losses.
+
+A rank that does not take part makes the others wait. `Company` names the layer and the ranks then, and it tells all
+ranks of one that has no examples. It sends no message of its own for that.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from kalmannorm._groups import group_count, group_size, group_sizes
+from kalmannorm._ops.normalize import exportable
+from kalmannorm._ops.track.averages import Groups
+from kalmannorm.functional import normalize, observe
+from kalmannorm.moments import Moments
+
+ProcessGroupChoice: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
+
+
+def _is_group(value: object) -> bool:
+    if not dist.is_available():
+        return False
+    # Processes outside a group hold a number in its stead: they run by themselves.
+    outside = isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER
+    return outside or isinstance(value, dist.ProcessGroup)
+
+
+class Ranks:
+    """Whose observations a norm joins: `choice` is None (its own), "world" (those of all processes) or a ProcessGroup.
+
+    A ProcessGroup can be neither copied nor pickled: a copy shares it, and a pickle says "world" instead.
+    """
+
+    def __init__(self, choice: ProcessGroupChoice) -> None:
+        expected = "process_group must be None, 'world' or a torch ProcessGroup"
+        if isinstance(choice, str) and choice != "world":
+            raise ValueError(f"{expected}, got {choice!r}")
+        if not (choice is None or isinstance(choice, str) or _is_group(choice)):
+            raise TypeError(f"{expected}, got a {type(choice).__name__}")
+        self.choice = choice
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[str | None]]:
+        return Ranks, (None if self.choice is None else "world",)
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The group to talk to; None where there is nobody: torch.distributed not initialised, or a single rank."""
+        if self.choice is None or not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.group.WORLD if isinstance(self.choice, str) else self.choice
+        return group if dist.get_world_size(group) > 1 else None
+
+
+class Place(NamedTuple):
+    """Where in a model ranks meet: a layer's name, or words for it, and a number below 2^32 that stands for them."""
+
+    name: str
+    sign: int
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        return cls(name, zlib.crc32(name.encode()))
+
+
+class Company(NamedTuple):
+    """The ranks of a group, at one place of a model."""
+
+    group: dist.ProcessGroup
+    place: Place
+
+    def gather(self, own: Tensor) -> Tensor:
+        """This tensor of every rank, stacked; without a gradient."""
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        with self._placed():
+            dist.all_gather(parts, own.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def add_up(self, own: Tensor) -> None:
+        """The sum over ranks, in the tensor's place."""
+        with self._placed():
+            dist.all_reduce(own, group=self.group)
+
+    def check(self, signs: list[int], values: list[int]) -> None:
+        """Raise where ranks are at another place, or have no values; every rank calls it with what all of them sent."""
+        elsewhere = [number for number, sign in enumerate(signs) if sign != self.place.sign]
+        if elsewhere:
+            raise RuntimeError(
+                f"{self.place.name}: rank {dist.get_rank()} of process_group is here, but {self._named(elsewhere)} at "
+                f"another layer. {LIKELY}"
+            )
+        empty = [number for number, count in enumerate(values) if not count]
+        if empty:
+            raise ValueError(
+                f"{self.place.name}: x must hold at least one value per channel on every rank of process_group, got an "
+                f"empty batch on {self._named(empty)}; give every rank an example, or skip the step on all ranks"
+            )
+
+    def _named(self, numbers: list[int]) -> str:
+        """Ranks of the group, by their numbers among all processes."""
+        return _ranks([dist.get_global_rank(self.group, number) for number in numbers])
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        """An exchange that fails says where, and which ranks were not there."""
+        try:
+            yield
+        except RuntimeError as error:
+            here = dist.get_rank()
+            others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != here]
+            found = whereabouts(self.group, here, others, self.place.name)
+            together = sorted([here, *(rank for rank, place in found.items() if place == self.place.name)])
+            apart = [
+                f"rank {rank} {f'waited at {place}' if place else 'did not take part'}"
+                for rank, place in found.items()
+                if place != self.place.name
+            ]
+            raise type(error)(
+                f"{self.place.name}: {_ranks(together)} of process_group waited here for all ranks"
+                f"{', but ' if apart else ''}{', '.join(apart)}. {LIKELY} Or a rank has ended. ({error})"
+            ) from error
+
+
+def whereabouts(group: Any, here: int, others: list[int], place: str) -> dict[int, str | None]:
+    """Where the other ranks of a group wait, after an exchange of this one has failed at a place; None: nowhere.
+
+    Whoever fails writes its place into the group's store, beside those of its earlier failures. Ranks that wait for
+    each other fail at about the same time, and equally often.
+    """
+    found: dict[int, str | None] = dict.fromkeys(others)
+    try:
+        store = group.get_group_store()
+        number = store.add(f"kalmannorm/{here}", 1)
+        store.set(f"kalmannorm/{here}/{number}", place)
+        until = time.monotonic() + GRACE
+        while None in found.values() and time.monotonic() < until:
+            for rank in others:
+                if found[rank] is None and store.check([f"kalmannorm/{rank}/{number}"]):
+                    found[rank] = store.get(f"kalmannorm/{rank}/{number}").decode()
+            time.sleep(0.02)
+    except (AttributeError, RuntimeError):  # torch of an older version, or the store's process has ended
+        return {} if len(others) > 1 else found
+    return found
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+GRACE = 1.0
+"""Seconds in which ranks that wait together all find out."""
+
+LIKELY = "A rank skipped this forward or took another path through the model: all ranks must run the same layers."
+
+
+class Joint(NamedTuple):
+    """What all ranks observed: moments (G, C), and how many values each rank put into each group, (R, G, 1)."""
+
+    moments: Moments
+    counts: Tensor
+    company: Company
+
+    def values(self) -> Tensor:
+        """Values per channel, over all groups and ranks."""
+        return self.counts.sum().long()
+
+    def observation(self) -> Groups:
+        return Groups(self.moments, self._shares(self.counts.sum(0)))
+
+    def posterior(self, own: Moments) -> Groups:
+        """The posteriors of all ranks' groups, (R·G, C): each rank may have had another prior."""
+        rows = self.company.gather(padded(torch.cat([own.mean, own.var], 1), self.counts.shape[1])).flatten(0, 1)
+        return Groups(Moments(*rows.chunk(2, 1)), self._shares(self.counts.flatten(0, 1)))
+
+    def _shares(self, counts: Tensor) -> Tensor:
+        return (counts / self.counts.sum()).to(self.moments.mean.dtype)
+
+
+def normalize_jointly(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    affine: Callable[[Moments], tuple[Tensor | None, Tensor | None]],
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    company: Company,
+) -> tuple[Tensor, Moments, Joint]:
+    """Output and posterior of this rank's groups, and what all ranks observed; `affine` gives γ, β of an observation.
+
+    The op runs with a gain next to 0, to normalize with the posterior as it is: it keeps nothing but x for the
+    backward, where plain operations would keep three tensors of that size. The gain is not 0, because the variance of
+    this rank's own values may be infinite, and 0 times infinity is NaN. Finite ones it makes smaller than a rounding.
+    """
+    groups = count_groups(x, statistics_batch_size, company, prior=prior is not None)
+    run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
+    seen = observe(x, statistics_batch_size)
+    joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, company)
+    rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
+    posterior = exportable.fuse(prior, observation, gain)
+    almost_none = torch.full_like(posterior.mean[0, 0], torch.finfo(posterior.mean.dtype).eps ** 3)
+    y, _, _ = run(posterior, almost_none, *affine(observation))
+    return y, posterior, joint
+
+
+def take_part_empty(x: Tensor, statistics_batch_size: int | None, company: Company) -> None:
+    """The part of a rank without examples: the others hear of it, and all raise."""
+    if statistics_batch_size is not None:
+        count_groups(x, statistics_batch_size, company, prior=True)
+    nothing = x.new_zeros(1, x.shape[1], dtype=torch.float64)
+    _Join.apply(nothing, nothing, nothing[:, :1], 1, company)  # type: ignore[no-untyped-call]
+    here = dist.get_rank(company.group)  # on a GPU nobody has looked at the counts
+    ranks = range(dist.get_world_size(company.group))
+    company.check([company.place.sign for _ in ranks], [int(rank != here) for rank in ranks])
+
+
+def join(x: Tensor, local: Moments, size: int, groups: int, company: Company) -> Joint:
+    """Joint moments from those of this rank's groups of `size` examples of x; `groups` as in `count_groups`."""
+    positions = x.numel() // (x.shape[0] * x.shape[1])
+    counts = torch.full_like(local.mean[:, :1], positions, dtype=torch.float64)  # exact up to 2^53
+    counts = counts * group_sizes(x.shape[0], size, counts)
+    mean, var, all_counts = _Join.apply(local.mean, local.var, counts, groups, company)  # type: ignore[no-untyped-call]
+    return Joint(Moments(mean, var), all_counts, company)
+
+
+def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company, *, prior: bool) -> int:
+    """How many groups the ranks have together; without a prior each must hold two values per channel.
+
+    All ranks exchange their shapes, so that all raise where one has to. With the whole batch as one group there is
+    nothing to ask: two ranks hold two values.
+    """
+    if statistics_batch_size is None:
+        return 1
+    m = statistics_batch_size
+    positions = x.numel() // max(x.shape[0] * x.shape[1], 1)
+    called = company.gather(torch.tensor([company.place.sign, x.shape[0], positions], device=x.device)).tolist()
+    shapes = [shape for _, *shape in called]
+    company.check([sign for sign, *_ in called], [examples * positions for examples, positions in shapes])
+    groups = max(group_count(examples, m) for examples, _ in shapes)
+    for g in range(0 if prior else groups):
+        if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
+            raise ValueError(
+                f"{company.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
+                f"channel over all {len(shapes)} ranks of process_group, and there is no prior to fill in its "
+                "variance. Give the layer a prior (prior_features and `previous`), raise statistics_batch_size, or "
+                "drop the last, smaller batch."
+            )
+    return groups
+
+
+def padded(rows_GC: Tensor, groups: int) -> Tensor:
+    """Rows of zeros for the groups that only other ranks have."""
+    return F.pad(rows_GC, (0, 0, 0, groups - rows_GC.shape[0]))
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, on every rank; its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, company: Company) -> Tensor:
+        ctx.company = company
+        total = own.clone(memory_format=torch.contiguous_format)
+        company.add_up(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.company), None  # type: ignore[no-untyped-call]
+
+
+class _Join(torch.autograd.Function):
+    """Joint mean and variance (G, C) and all counts (R, G, 1), from this rank's rows and counts of its first groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, company: Company
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, channels = mean.shape
+        signed = mean.device.type == "cpu"  # a GPU would have to be waited for
+        signs = [torch.full_like(counts, company.place.sign)] if signed else []
+        gathered = company.gather(padded(torch.cat([mean.double(), var.double(), counts, *signs], 1), groups))
+        means, variances, all_counts = gathered[..., : 2 * channels + 1].split_with_sizes([channels, channels, 1], 2)
+        if signed and not torch.compiler.is_compiling():
+            company.check(gathered[:, 0, -1].long().tolist(), all_counts[:, 0, 0].long().tolist())
+        shares = all_counts / all_counts.sum(0)
+        joint_mean = (shares * means).sum(0)
+        joint_var = (shares * (variances + (means - joint_mean).square())).sum(0).to(var.dtype)
+        joint_mean = joint_mean.to(mean.dtype)
+        ctx.company = company
+        ctx.save_for_backward(mean, joint_mean, shares[dist.get_rank(company.group), :rows].to(mean.dtype))
+        ctx.mark_non_differentiable(all_counts)
+        return joint_mean, joint_var, all_counts
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        mean, joint_mean, share = ctx.saved_tensors
+        rows = mean.shape[0]
+        total = _Sum.apply(torch.stack([grad_mean, grad_var]), ctx.company)  # type: ignore[no-untyped-call]
+        at_mean, at_var = total[:, :rows]
+        # Of the joint mean inside the variance nothing is left: Σ n_r (m_r - mean) = 0.
+        return share * (at_mean + 2 * at_var * (mean - joint_mean[:rows])), share * at_var, None, None, None
+
+
+def take_part(target: Tensor, idle: list[Tensor]) -> Tensor:
+    """`target`, bit for bit, in whose graph the `idle` parameters take part with a gradient of exactly zero.
+
+    DDP waits for the gradient of every parameter. The sum of no element is 0 even of a NaN parameter, and t - 0 is t
+    where t + 0 is not: -0 + 0 is 0.
+    """
+    if not idle:
+        return target
+    zero = torch.stack([parameter.flatten()[:0].sum() for parameter in idle]).sum()
+    return target - zero.to(target.dtype)

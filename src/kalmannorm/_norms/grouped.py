@@ -1,0 +1,339 @@
+"""GroupedNorm: what every norm with per-group statistics shares.
+
+A forward in training, alone or joined with other ranks, three ways of inference, and freezing. What its forwards do to
+the running statistics is in `tracking.py`; subclasses say how a group is normalized.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kalmannorm._groups import group_count, group_size, statistics_dtype
+from kalmannorm._norms.distributed import (
+    Company,
+    Place,
+    ProcessGroupChoice,
+    Ranks,
+    normalize_jointly,
+    take_part,
+    take_part_empty,
+)
+from kalmannorm._norms.tracked import TrackedNorm
+from kalmannorm._ops.dispatch import transformed
+from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
+from kalmannorm._ops.normalize import exportable
+from kalmannorm._support.activation_checkpoints import recompute_id
+from kalmannorm._support.checks import check_enough_values, check_input, check_number, positive_int
+from kalmannorm.functional import normalize
+from kalmannorm.moments import Moments
+
+Inference = Literal["population", "batch", "example"]
+INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing does when it recomputes."""
+    return recompute_id() != -1
+
+
+def exporting() -> bool:
+    """Whether `torch.export` traces this forward; an exported program keeps no state of ours.
+
+    Not `torch.compiler.is_exporting`, which dynamo takes for True under `torch.compile` too (torch 2.10).
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def plainly() -> bool:
+    """Whether inference runs in operations that every exporter knows, and that compilers fuse, instead of the op."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+class GroupedNorm(TrackedNorm):
+    """Base of the norms here; see the subclasses. `input_dims` are the ranks of x it takes."""
+
+    input_dims: tuple[int, ...] = ()
+    inference_modes: tuple[Inference, ...] = INFERENCE_MODES
+    then: tuple[str, ...] = ()
+    """Children applied to the result, in order: what a converted norm class did after normalizing."""
+    _place: Place = Place("a norm", 0)
+    """Its name in the model that `convert` made, or words for it: for errors that several ranks raise."""
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        statistics_batch_size: int | None = None,
+        inference: Inference = "population",
+        total_variance: bool = True,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        observation_momentum: float = 0.02,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        num_features = positive_int("num_features", num_features)
+        if statistics_batch_size is not None:
+            statistics_batch_size = positive_int("statistics_batch_size", statistics_batch_size)
+        check_number("eps", eps, 0, math.inf)
+        check_number("observation_momentum", observation_momentum, 0, 1)
+        if momentum is not None:
+            check_number("momentum", momentum, 0, 1)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.statistics_batch_size = statistics_batch_size
+        self.total_variance = total_variance
+        self.observation_momentum = observation_momentum
+        self.process_group = process_group
+        self._place = Place.of(f"a {type(self).__name__}({num_features})")
+        self.frozen = False
+        self._register_statistics(device, self.filter_dtype(dtype))
+        self.inference: Inference = "population"
+        self.set_inference(inference)
+
+    @property
+    def process_group(self) -> ProcessGroupChoice:
+        """Whose observations are joined in training: None, "world" or a ProcessGroup."""
+        return self._ranks.choice
+
+    @process_group.setter
+    def process_group(self, choice: ProcessGroupChoice) -> None:
+        self.check_process_group(choice)
+        self._ranks = Ranks(choice)
+
+    def check_process_group(self, choice: ProcessGroupChoice) -> None:
+        """Raise where this norm cannot join what ranks observe."""
+
+    def set_inference(self, mode: Inference) -> None:
+        """Choose what `eval()` normalizes with: "population", "batch" or "example"."""
+        self.check_inference(mode)
+        self.inference = mode
+
+    def check_inference(self, mode: str) -> None:
+        if mode not in self.inference_modes:
+            choices = ", ".join(repr(choice) for choice in self.inference_modes)
+            family = type(self).__name__.removesuffix("d").rstrip("123")  # convert asks one for all of its ranks
+            raise ValueError(f"inference of {family} must be one of {choices}, got {mode!r}")
+        if mode == "example":
+            if self.statistics_batch_size is None:
+                raise ValueError(
+                    "inference='example' needs the statistics batch of training: got statistics_batch_size=None; "
+                    "give statistics_batch_size=m to the layer"
+                )
+            if not self.track_running_stats:
+                raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
+
+    def _forward(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        """Output and posterior. The op adds a residual of the shape and dtype of x and applies the ReLU itself."""
+        joins = self._ranks.choice is not None
+        if isinstance(x, Tensor) and x.dim() in self.input_dims and (x.numel() if joins else x.shape[0]) == 0:
+            company = self._company()
+            if company is not None:
+                self._check_input_dim(x)
+                take_part_empty(x, self.statistics_batch_size, company)
+            elif x.shape[0] == 0:
+                y, posterior = self._forward_empty(x)
+                return exportable.finish(y, residual, relu), posterior
+        check_input(x)
+        self._check_input_dim(x)
+        alike = residual is None or (isinstance(residual, Tensor) and _alike(residual, x))
+        if self.training and not self.frozen:
+            if alike:
+                return self._forward_train(x, previous, residual, relu)
+            y, posterior = self._forward_train(x, previous)
+        elif self.track_running_stats and self.inference == "population":
+            y, posterior = self._forward_population(x)
+        else:
+            single = self.track_running_stats and self.inference == "example"
+            infer = self._forward_example if single else self._forward_batch
+            if alike and not plainly():
+                return infer(x, previous, residual, relu)
+            y, posterior = infer(x, previous)
+        # y is new and nobody else's, so it may be written over; transforms and compilers want to see values only.
+        own = alike and not torch.compiler.is_compiling() and not transformed()
+        return (_finish_in_place if own else exportable.finish)(y, residual, relu), posterior
+
+    def _company(self) -> Company | None:
+        """The ranks that wait for what this one observes, if there are any."""
+        group = self._ranks.group() if self.training and not self.frozen else None
+        return None if group is None else Company(group, self._place)
+
+    def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
+        """No examples, as in a head without proposals: no statistics move, and all parameters get a gradient of 0."""
+        self._check_input_dim(x)
+        y = F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            mean = torch.zeros(self.num_features, device=x.device)
+            var = torch.ones_like(mean)
+        posterior = Moments(mean.detach().clone().unsqueeze(0), var.detach().clone().unsqueeze(0))
+        return take_part(y, self._idle(None)), posterior.to(statistics_dtype(x))
+
+    def _finish(self, y: Tensor, done: bool = False) -> Tensor:
+        """What the children of `then` make of y; nothing, where a residual or a ReLU in the pass took their place."""
+        for name in () if done else self.then:
+            y = getattr(self, name)(y)
+        return y
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self.input_dims:
+            ranks = " or ".join(f"{rank}D" for rank in self.input_dims)
+            raise ValueError(f"x must be {ranks} for {type(self).__name__}, got shape {tuple(input.shape)}")
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"x must have num_features = {self.num_features} channels, got {input.shape[1]} "
+                f"in shape {tuple(input.shape)}"
+            )
+
+    def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
+        """The prior, (rows, C) or (1, C), and the gain; none here."""
+        return None, None
+
+    def _idle(self, prior: Moments | None) -> list[Tensor]:
+        """The parameters that this forward leaves out, for which DDP would wait: without a prior all but γ and β."""
+        if prior is not None or not torch.is_grad_enabled() or exporting():
+            return []
+        asked = {"weight", "bias", *self.then}
+        return [p for name, p in self.named_parameters() if p.requires_grad and name.split(".")[0] not in asked]
+
+    def _affine(self, observation: Moments) -> tuple[Tensor | None, Tensor | None]:
+        """γ and β, (C,) or (G, C), for groups that were observed so."""
+        return self.weight, self.bias
+
+    def _forward_train(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        prior, gain = self._predict(previous, self._groups(x))
+        company = self._company()
+        if company is None:
+            y, posterior = self._train_alone(x, prior, gain, residual, relu)
+        else:
+            y, posterior = self._train_jointly(x, prior, gain, company)
+            y = exportable.finish(y, residual, relu)
+        return take_part(y, self._idle(prior)), posterior
+
+    def _train_alone(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments]:
+        if prior is None:
+            check_enough_values(x, self.statistics_batch_size)
+        y, posterior, observation = self._normalize(x, prior, gain, residual, relu)
+        if self.track_running_stats and not recomputing():
+            self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
+        return y, posterior
+
+    def _train_jointly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, company: Company
+    ) -> tuple[Tensor, Moments]:
+        size = self.statistics_batch_size
+        y, posterior, joint = normalize_jointly(
+            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, company=company
+        )
+        if self.track_running_stats and not recomputing():
+            with torch.no_grad():
+                seen = joint.observation()
+                self._track(seen if prior is None else joint.posterior(posterior), seen, joint.values())
+        return y, posterior
+
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
+        # What came with the prior is the same γ and β: gradients by both ways are then added up in one place.
+        weight, bias = getattr(prior, "affine", (None, None))
+        return normalize(
+            x, prior, gain, self.weight if weight is None else weight, self.bias if bias is None else bias,
+            statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual, relu=relu,
+        )  # fmt: skip
+
+    def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
+        dtype = statistics_dtype(x)
+        mean, var, weight, bias = (
+            None if t is None else t.to(dtype) for t in (self.running_mean, self.running_var, self.weight, self.bias)
+        )
+        assert mean is not None and var is not None
+        if torch.is_grad_enabled() and not exporting():
+            # DDP may write its buffers anew before the backward that still needs these.
+            mean, var = mean.clone(), var.clone()
+        idle = self._idle(None)
+        if bias is not None:
+            bias, idle = take_part(bias, idle), []  # a row, where y would be a whole pass
+        y = take_part(F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps), idle)
+        return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
+
+    def _forward_batch(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        prior, gain = self._predict(previous, self._groups(x))
+        if prior is None and not exporting():
+            check_enough_values(x, self.statistics_batch_size)
+        if plainly():
+            y, posterior, _ = self._normalize_plainly(x, prior, gain)
+        else:
+            y, posterior, _ = self._normalize(x, prior, gain, residual, relu)
+        return take_part(y, self._idle(prior)), posterior
+
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
+        """As `_normalize`, in operations that every exporter knows."""
+        size = self.statistics_batch_size
+        return exportable.normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
+
+    def _forward_example(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        self.check_inference("example")
+        prior, gain = self._predict(previous, x.shape[0])
+        if prior is None and self.statistics_batch_size == 1:
+            check_enough_values(x, 1)
+        assert self.observed_mean is not None and self.observed_var is not None
+        assert self.statistics_batch_size is not None
+        average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))
+        if plainly():
+            observation = among_average(exportable.observe_examples(x), average, self.statistics_batch_size)
+            posterior = exportable.fuse(prior, observation, gain)
+            y = exportable.apply(x, posterior, self.weight, self.bias, 1, self.eps)
+        else:
+            if torch.is_grad_enabled():  # DDP may write its buffers anew before the backward
+                average = Moments(average.mean.clone(), average.var.clone())
+            expected, trust = expected_of_example(prior, gain, average, self.statistics_batch_size)
+            y, posterior, _ = normalize(
+                x, expected, trust, self.weight, self.bias,
+                statistics_batch_size=1, eps=self.eps, residual=residual, relu=relu,
+            )  # fmt: skip
+        return take_part(y, self._idle(prior)), posterior
+
+    def _groups(self, x: Tensor) -> int:
+        return group_count(x.shape[0], group_size(x.shape[0], self.statistics_batch_size))
+
+    def extra_repr(self) -> str:
+        parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]
+        parts += self._repr_parts()
+        parts += [f"inference={self.inference!r}", f"eps={self.eps}", f"momentum={self.momentum}"]
+        parts += [
+            f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)
+        ]
+        if self.process_group is not None:
+            parts.append("process_group=" + ("'world'" if self.process_group == "world" else "ProcessGroup"))
+        return ", ".join(parts + (["frozen"] if self.frozen else []))
+
+    def _repr_parts(self) -> list[str]:
+        return []
+
+
+def _alike(residual: Tensor, x: Tensor) -> bool:
+    return residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device
+
+
+def _finish_in_place(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    y = y if residual is None else y.add_(residual)
+    return y.relu_() if relu else y

@@ -1,0 +1,396 @@
+"""Batch Kalman Normalization (Wang et al., "Batch Kalman Normalization: Towards Training Deep Neural Networks with
+Micro-Batches"): predict a layer's statistics from the layer before, update them with the mini-batch.
+
+    prior       mean_p = A mean_prev               var_p = (A∘A) var_prev + r
+    posterior   mean = p mean_p + q x̄              var = p var_p + q S + p q (x̄ - mean_p)²
+    output      y = γ (x - mean) / sqrt(var + eps) + β
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm._filter import GAIN_MARGIN, gain_of
+from kalmannorm._norms.distributed import ProcessGroupChoice
+from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting
+from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition
+from kalmannorm._ops.normalize import exportable
+from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
+from kalmannorm.moments import Moments
+
+Transition = Literal["learned", "identity", "weights"]
+Covariance = Literal["diagonal", "full"]
+
+# Posteriors of layers under torch.export, which may not be stored on the layers themselves.
+_TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
+
+
+class BatchKalmanNorm(GroupedNorm):
+    """Batch norm whose statistics are a prior from the layer before, fused with what the batch shows.
+
+    Use `BatchKalmanNorm1d`, `2d` or `3d`. Without `prior_features`, or without `previous` in a call, it is batch norm
+    on groups of `statistics_batch_size` examples. Layers are chained by handing the posterior on:
+
+        y = self.norm1(self.conv1(x))
+        z = self.norm2(self.conv2(y.relu()), self.norm1.posterior)
+
+    Where features are concatenated or added, so are posteriors: `kalmannorm.moments.concatenate([a, b])`, `add(a, b)`.
+    For `transition="weights"` the prior is carried through the layers between instead:
+
+        belief = moments.relu(moments.belief(self.norm1.weight, self.norm1.bias))
+        prior = moments.convolution(belief, self.conv2.weight, padding=1, input_size=y.shape[2:])
+        z = self.norm2(self.conv2(y.relu()), prior)
+
+    Args:
+        num_features: channels C of x.
+        prior_features: channels P of the layer before; None for a layer that has none, which then learns no A, q, r.
+        statistics_batch_size: m, how many neighbouring examples share their statistics; None takes the whole batch.
+        transition: "learned" maps `previous` by A and r; "identity" and "weights" take it as the prior itself
+            (so P = C), "weights" being a belief propagated through the layers between with `kalmannorm.moments`.
+        gain: q at the start, in (0, 1): the trust in the observation. Learned, and kept inside by a sigmoid.
+        per_channel_gain: one q per channel instead of one per layer.
+        rank: low rank of A; None is dense.
+        noise: the Parameter r that layers share, or the `transition` of the layer that owns it, which then alone has it
+            in its state dict; None makes one of this layer's own, starting at 1.
+        covariance: "full" carries (G, C, C) covariances; normalization still uses their diagonal.
+        inference: what `eval()` normalizes with, see `set_inference`.
+        total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
+            False is the plain moving average of the paper's Algorithm 1.
+        momentum: α of the running statistics; None weights all values seen alike.
+        observation_momentum: α of the observed statistics that `example` inference needs; larger at first.
+        process_group: whose observations are joined in training, group g of all ranks being one group; None: this
+            process's own. "world" or a ProcessGroup, which a deep copy shares and a pickle turns into "world". Where
+            torch.distributed is not initialised, and in `eval()` or frozen, the layer runs by itself.
+        eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
+            are float32 (float64 for float64) whatever `dtype` and `.half()` say.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        *,
+        statistics_batch_size: int | None = None,
+        transition: Transition = "learned",
+        gain: float = 0.5,
+        per_channel_gain: bool = False,
+        rank: int | None = None,
+        covariance: Covariance = "diagonal",
+        inference: Inference = "population",
+        total_variance: bool = True,
+        noise: nn.Parameter | LearnedTransition | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        observation_momentum: float = 0.02,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroupChoice = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if covariance not in ("diagonal", "full"):
+            raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}")
+        self.covariance: Covariance = covariance
+        super().__init__(
+            num_features,
+            statistics_batch_size=statistics_batch_size,
+            inference=inference,
+            total_variance=total_variance,
+            eps=eps,
+            momentum=momentum,
+            observation_momentum=observation_momentum,
+            affine=affine,
+            track_running_stats=track_running_stats,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+        if prior_features is not None:
+            prior_features = positive_int("prior_features", prior_features)
+        self._check_options(prior_features, transition, per_channel_gain, rank, noise)
+        self.prior_features = prior_features
+        self.initial_gain = open_unit_interval("gain", gain)
+        self._missed_previous = False
+        self.wire: Any = None  # set by `convert`: where this norm gets `previous` and leaves its posterior
+        self._posterior: Moments | None = None
+        self.transition_kind: Transition = transition
+        self.transition: LearnedTransition | None = None
+        self.gain_logit: nn.Parameter | None = None
+        if prior_features is not None:
+            like = torch.empty(0, device=device, dtype=dtype)
+            self.add_filter(prior_features, per_channel_gain=per_channel_gain, rank=rank, noise=noise, like=like)
+
+    def add_filter(
+        self,
+        prior_features: int,
+        *,
+        gain: float | None = None,
+        per_channel_gain: bool = False,
+        rank: int | None = None,
+        noise: nn.Parameter | LearnedTransition | None = None,
+        like: Tensor | None = None,
+    ) -> None:
+        """Give a norm without a prior its gain and its transition, for `previous` of so many features.
+
+        They go to the device of `like`, and are float64 if it is: by default of γ or of the running statistics.
+        """
+        self._check_options(prior_features, self.transition_kind, per_channel_gain, rank, noise)
+        self.prior_features = prior_features
+        if gain is not None:
+            self.initial_gain = open_unit_interval("gain", gain)
+        if like is None:
+            like = next(t for t in (self.weight, self.running_mean, torch.empty(0)) if t is not None)
+        device, dtype = like.device, self.filter_dtype(like.dtype)
+        shape = (self.num_features,) if per_channel_gain else ()
+        self.gain_logit = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self._reset_gain()
+        if self.transition_kind == "learned":
+            self.transition = LearnedTransition(
+                self.num_features, prior_features, rank=rank and int(rank), noise=noise, device=device, dtype=dtype
+            )
+
+    def _check_options(
+        self,
+        prior_features: int | None,
+        transition: str,
+        per_channel_gain: bool,
+        rank: int | None,
+        noise: nn.Parameter | LearnedTransition | None,
+    ) -> None:
+        if transition not in TRANSITIONS:
+            raise ValueError(f"transition must be one of {', '.join(map(repr, TRANSITIONS))}, got {transition!r}")
+        if transition != "learned" and prior_features not in (None, self.num_features):
+            raise ValueError(
+                f"prior_features must equal num_features = {self.num_features} with transition={transition!r}, "
+                f"which takes `previous` as the prior itself; got {prior_features}"
+            )
+        for name, value in (("rank", rank), ("noise", noise)):
+            if value is not None and transition != "learned":
+                raise ValueError(f"{name} belongs to transition='learned'; transition={transition!r} has no A and no r")
+        if rank is not None:
+            positive_int("rank", rank)
+        if per_channel_gain and self.covariance == "full":
+            raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
+        if noise is not None:
+            if isinstance(noise, LearnedTransition):
+                return
+            if not isinstance(noise, nn.Parameter):
+                raise TypeError(
+                    "noise must be a torch.nn.Parameter that layers share, or the transition of the layer that owns "
+                    f"it, got {type(noise).__name__}"
+                )
+            if noise.shape not in ((), (1,), (self.num_features,)):
+                given = tuple(noise.shape)
+                raise ValueError(f"noise must be one number or ({self.num_features},), got shape {given}")
+
+    def check_process_group(self, choice: ProcessGroupChoice) -> None:
+        if choice is not None and self.covariance == "full":
+            raise ValueError("process_group must be None with covariance='full'; join ranks with covariance='diagonal'")
+
+    def check_inference(self, mode: str) -> None:
+        super().check_inference(mode)
+        if mode == "example" and self.covariance == "full":
+            raise ValueError(
+                "inference='example' keeps no covariance of single examples; use covariance='diagonal', or 'batch' or "
+                "'population' inference, got covariance='full'"
+            )
+
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0, A = 0, r = 1 (for every layer that shares it), q and the running statistics at their start."""
+        super().reset_parameters()
+        if "gain_logit" in self._parameters:  # torch's own __init__ calls this before there is a filter
+            self._reset_gain()
+        transition = self._modules.get("transition")
+        if isinstance(transition, LearnedTransition):
+            transition.reset_parameters()
+
+    def _reset_gain(self) -> None:
+        if self.gain_logit is not None:
+            share = (self.initial_gain - GAIN_MARGIN) / (1 - 2 * GAIN_MARGIN)
+            share = min(max(share, GAIN_MARGIN), 1 - GAIN_MARGIN)
+            nn.init.constant_(self.gain_logit, math.log(share / (1 - share)))
+
+    @property
+    def gain(self) -> Tensor | None:
+        """q in (0, 1), () or (C,), with its gradient; None for a layer without a prior."""
+        if self.gain_logit is None:
+            return None
+        return gain_of(self.gain_logit)
+
+    @property
+    def posterior(self) -> Moments | None:
+        """The posterior of the last forward, with its gradient, until the next forward or `release()`.
+
+        It is never copied, pickled or saved. It keeps the graph of that forward alive: `release()` it after the
+        backward where that matters, such as before capturing a CUDA graph, or use `return_posterior=True`.
+        """
+        return _TRACED.get(self) if exporting() else self._posterior
+
+    def release(self) -> None:
+        """Let go of the posterior, and with it of the graph it carries."""
+        self._posterior = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_posterior": None}
+
+    def _hold(self, posterior: Moments) -> None:
+        if exporting():
+            # An exported program may not assign attributes, but a later layer may still ask for the posterior.
+            _TRACED[self] = posterior
+        else:
+            self._posterior = posterior
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        previous: Moments | None = ...,
+        *,
+        return_posterior: Literal[False] = ...,
+        residual: Tensor | None = ...,
+        relu: bool = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        previous: Moments | None = ...,
+        *,
+        return_posterior: Literal[True],
+        residual: Tensor | None = ...,
+        relu: bool = ...,
+    ) -> tuple[Tensor, Moments]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        previous: Moments | None = None,
+        *,
+        return_posterior: bool = False,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> Tensor | tuple[Tensor, Moments]:
+        """Normalize x (N, C, *).
+
+        `previous` is the posterior of the layer before, (G, P) or (1, P), in `example` inference (N, P) or (1, P);
+        with another number of rows it is pooled to one. None: the observation alone.
+
+        `return_posterior=True` returns (y, posterior) and holds nothing: the form for activation checkpointing, and for
+        memory, because a held posterior keeps the graph of its forward alive.
+
+        `residual` is added to the result, and `relu` applies a ReLU, in the same pass; either takes the place of the
+        children of `then`.
+        """
+        if self._posterior is not None:
+            self.release()
+        wired = self.wire is not None and previous is None
+        if wired:
+            call = self.wire.begin()
+            previous = self.wire.previous(call, x) if self._fuses() else None
+        y, posterior = self._forward(x, previous, residual, relu)
+        if wired:  # the posterior goes to the norms that read it and is not held here
+            self.wire.deliver(call, posterior)
+        y = self._finish(y, residual is not None or relu)
+        if return_posterior:
+            return y, posterior
+        if not wired:
+            self._hold(posterior)
+        return y
+
+    def _fuses(self) -> bool:
+        """Whether this forward has any use for a prior."""
+        if self.prior_features is None:
+            return False
+        return (self.training and not self.frozen) or self.inference != "population" or not self.track_running_stats
+
+    def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
+        if previous is None:
+            self._warn_without_previous()
+            return None, None
+        check_previous(previous, self.prior_features, carried=self.transition is None)
+        if previous.mean.shape[0] not in (1, rows):
+            previous = previous.pooled()
+        if self.transition is None:
+            gain = getattr(previous, "gain", None)  # computed with the prior, for many norms at once
+            return previous, self.gain if gain is None else gain
+        full = self.covariance == "full"
+        fused = None if full or self.gain_logit is None else self.transition.fused(previous, self.gain_logit)
+        return fused or (self.transition(previous, full), self.gain)
+
+    def _warn_without_previous(self) -> None:
+        """A forgotten `previous` would otherwise pass for a filter that never learns."""
+        if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
+            return
+        self._missed_previous = True
+        if self.wire is not None:
+            warnings.warn(
+                f"kalmannorm: a {type(self).__name__}({self.num_features}) ran, but not the norms that feed it: it "
+                "normalizes with the batch alone. `kalmannorm.wiring(model)` lists what feeds what.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        warnings.warn(
+            f"{type(self).__name__}({self.num_features}, prior_features={self.prior_features}) was called without "
+            "`previous`: it normalizes with the batch alone, and its gain and transition do not learn. Pass the "
+            "posterior of the layer before, or build the layer without prior_features.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def _normalize(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
+    ) -> tuple[Tensor, Moments, Moments]:
+        if self.covariance == "diagonal":
+            return super()._normalize(x, prior, gain, residual, relu)
+        y, posterior, observation = self._normalize_plainly(x, prior, gain)
+        return exportable.finish(y, residual, relu), posterior, observation
+
+    def _normalize_plainly(
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None
+    ) -> tuple[Tensor, Moments, Moments]:
+        if self.covariance == "diagonal":
+            return super()._normalize_plainly(x, prior, gain)
+        size = self.statistics_batch_size
+        return exportable.normalize_full(
+            x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps
+        )
+
+    def _float32_tensors(self) -> list[Tensor | None]:
+        own = [*super()._float32_tensors(), self.gain_logit]
+        return own if self.transition is None else [*own, *self.transition.parameters()]
+
+    def _repr_parts(self) -> list[str]:
+        if self.prior_features is None:
+            return []
+        parts = [f"prior_features={self.prior_features}", f"transition={self.transition_kind!r}"]
+        return parts + (["covariance='full'"] if self.covariance == "full" else [])
+
+
+def _document(kind: type[BatchKalmanNorm], shape: str) -> None:
+    kind.__doc__ = f"`BatchKalmanNorm` for x of shape {shape}.\n\n{inspect.getdoc(BatchKalmanNorm)}"
+
+
+class BatchKalmanNorm1d(BatchKalmanNorm):
+    input_dims = (2, 3)
+
+
+class BatchKalmanNorm2d(BatchKalmanNorm):
+    input_dims = (4,)
+
+
+class BatchKalmanNorm3d(BatchKalmanNorm):
+    input_dims = (5,)
+
+
+_document(BatchKalmanNorm1d, "(N, C) or (N, C, L)")
+_document(BatchKalmanNorm2d, "(N, C, H, W)")
+_document(BatchKalmanNorm3d, "(N, C, D, H, W)")

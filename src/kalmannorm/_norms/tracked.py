@@ -1,0 +1,259 @@
+"""Tracking: the buffers of a norm that follow what its forwards see, and what becomes of them.
+
+Running statistics that BatchNorm's checkpoints fit, observed statistics beside them, a guard against NaN batches, and
+float32 buffers under half-precision models. How a group is normalized is no concern of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from kalmannorm._norms.batchnorm_checkpoints import fill_from_batchnorm
+from kalmannorm._ops.dispatch import on_device_of, tracking_for, transformed
+from kalmannorm._ops.track.averages import Groups, Pending, groups_of, hastened, moved, values_seen
+from kalmannorm._ops.track.request import Kind, Move
+from kalmannorm._support.pickles import check_complete, check_known
+from kalmannorm.moments import Moments
+
+SKIPPED_WARNING = (
+    "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
+    "kalmannorm.check_statistics(model) lists the layers and how often."
+)
+
+
+class TrackedNorm(_NormBase):
+    """Base of `GroupedNorm`: its statistics, which move once for every training forward."""
+
+    _version = 100
+    """Of a norm in state dicts, by torch's mechanism, and in pickles: raise it when either changes, and upgrade older
+    ones where they are loaded. Torch's own batch norms, and ours before they had a version, have 2."""
+    inference_modes: tuple[str, ...] = ()
+    total_variance: bool
+    observation_momentum: float
+    values_tracked: Tensor | None
+    skipped_batches: Tensor | None
+    observed_mean: Tensor | None
+    observed_var: Tensor | None
+    _warned: bool
+    wire: Any = None
+    """Set by `convert`, where the norm shall get its prior: its end of the model's relay."""
+    _pending: Pending | None = None
+    """Where forwards leave what they saw, while `accumulate_statistics` keeps the buffers still."""
+    _arrived: Tensor | None = None
+    """What the programs of one launch count themselves by; zero between launches."""
+
+    @staticmethod
+    def filter_dtype(dtype: torch.dtype | None) -> torch.dtype:
+        """Buffers and filter parameters are float32, also in half-precision models; float64 in float64 ones."""
+        return torch.float64 if (dtype or torch.get_default_dtype()) == torch.float64 else torch.float32
+
+    def _register_statistics(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        shape = (self.num_features,)
+        observes = self.track_running_stats and "example" in self.inference_modes
+        for name, exists, fill in (("observed_mean", observes, 0.0), ("observed_var", observes, 1.0)):
+            self.register_buffer(name, torch.full(shape, fill, device=device, dtype=dtype) if exists else None)
+        for name in ("values_tracked", "skipped_batches"):
+            count = torch.zeros((), device=device, dtype=torch.long) if self.track_running_stats else None
+            self.register_buffer(name, count)
+        for name in ("running_mean", "running_var"):
+            buffer = getattr(self, name)
+            if buffer is not None:
+                setattr(self, name, buffer.to(dtype))
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        self._warned = False
+        for name, fill in (("observed_mean", 0), ("observed_var", 1), ("values_tracked", 0), ("skipped_batches", 0)):
+            buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
+            if buffer is not None:
+                buffer.fill_(fill)
+
+    def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
+        """Move every buffer by what a forward saw in groups of `size` examples of x."""
+        examples, values = x.shape[0], x.numel() // x.shape[1]
+        kernels = self._launch(posterior.mean)
+        if kernels is None:
+            with torch.no_grad():
+                self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
+            return
+        # Without the graph, which what waits for the end of a forward would keep when that end never comes.
+        posterior = Moments(posterior.mean.detach(), posterior.var.detach())
+        observation = Moments(observation.mean.detach(), observation.var.detach())
+        move = self._move_by(posterior, observation, examples, size, values)
+        if self.wire is None or not self.wire.postpone(move, kernels):
+            with torch.no_grad(), on_device_of(posterior.mean):
+                kernels.track(move)
+
+    def _move_by(self, posterior: Moments, observation: Moments, examples: int, size: int, values: int) -> Move:
+        own: dict[str, Any] = self._buffers  # each by `self.` would take as long as a view
+        observed = own["observed_mean"], own["observed_var"]
+        if self._arrived is None or self._arrived.device != posterior.mean.device:
+            self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
+        return Move(
+            posterior,
+            None if observed[0] is None else observation,
+            (own["running_mean"], own["running_var"]),
+            None if observed[0] is None else observed,
+            (own["values_tracked"], own["num_batches_tracked"], own["skipped_batches"]),
+            self._arrived,
+            examples=examples,
+            size=size,
+            values=values,
+            momentum=self.momentum,
+            observation_momentum=self.observation_momentum,
+            eps=self.eps,
+            kind=self._averages(),
+        )
+
+    def _launch(self, rows: Tensor) -> ModuleType | None:
+        """Kernels that move the buffers in one launch, where the device can, nobody accumulates and nobody looks on."""
+        fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
+            rows.dtype,
+            rows.device,
+        )
+        own = self._pending is None and "_track" not in vars(self)  # `recalibrate` puts another in its place
+        return tracking_for(rows) if fits and own and not transformed() else None
+
+    def _averages(self) -> Kind:
+        """What `_pool` and `_moved` do, in a word."""
+        return "total" if self.total_variance else "plain"
+
+    def _track(self, posterior: Groups, observation: Groups, values: Tensor | int) -> None:
+        """Move every buffer by one step, or leave that to whoever accumulates; no value leaves the device."""
+        population = self._pool(posterior)
+        seen = None if self.observed_mean is None else observation.pooled(total_variance=True)
+        if self._pending is None:
+            self._move(population, seen, values)
+        else:
+            self._pending.add(population, seen, values, self._pool)
+
+    def _move(self, population: Moments, observation: Moments | None, values: Tensor | int) -> None:
+        """Move every buffer by one step, or none where a statistic is not finite or `values` is 0."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.values_tracked is not None and self.num_batches_tracked is not None
+        assert self.skipped_batches is not None
+        total = values_seen(self.values_tracked, self.num_batches_tracked, values) + values
+        cumulative = values / total.to(self.running_mean.dtype)
+        alpha = cumulative if self.momentum is None else self.momentum
+
+        moves = [(self.running_mean, self.running_var, self._moved(population, alpha))]
+        if observation is not None and self.observed_mean is not None and self.observed_var is not None:
+            alpha = cumulative if self.momentum is None else hastened(cumulative, self.observation_momentum)
+            new = moved(self.observed_mean, self.observed_var, observation, alpha, total_variance=True)
+            moves.append((self.observed_mean, self.observed_var, new))
+        # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
+        finite = torch.isfinite(torch.stack([part for _, _, new in moves for part in (new.mean, new.var)])).all()
+        skip = ~finite
+        if isinstance(values, Tensor):  # of other ranks or of accumulated forwards, and there may have been none
+            finite, skip = finite & (values > 0), skip & (values > 0)
+        for mean, var, new in moves:
+            mean.copy_(torch.where(finite, new.mean, mean))
+            var.copy_(torch.where(finite, new.var, var))
+        self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))
+        self.num_batches_tracked.add_(finite)
+        self.skipped_batches.add_(skip)
+        if skip.device.type == "cpu" and not torch.compiler.is_compiling() and type(skip) is Tensor and skip:
+            self._warn_skipped()
+
+    def _pool(self, posterior: Groups) -> Moments:
+        return posterior.pooled(total_variance=self.total_variance)
+
+    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
+        assert self.running_mean is not None and self.running_var is not None
+        return moved(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
+
+    def skipped(self) -> int:
+        """Batches whose statistics were NaN or Inf; warns, once per layer, if there were any. Waits for the device."""
+        count = self.skipped_batches
+        if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
+            return 0
+        if self.wire is not None:  # who asks in the middle of a forward means what was seen until then
+            self.wire.settle()
+        skipped = int(count)
+        if skipped:
+            self._warn_skipped()
+        return skipped
+
+    def _warn_skipped(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
+
+    def train(self, mode: bool = True) -> TrackedNorm:
+        if self.training and not mode:
+            self.skipped()
+        super().train(mode)
+        return self
+
+    def _float32_tensors(self) -> list[Tensor | None]:
+        """What stays float32 in a half-precision model: the statistics."""
+        return [self.running_mean, self.running_var, self.observed_mean, self.observed_var]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrackedNorm:
+        kept = [t for t in self._float32_tensors() if t is not None]
+        kept += [t.grad for t in kept if t.grad is not None]
+        identities = {id(t) for t in kept}
+
+        def keep_float32(t: Tensor) -> Tensor:
+            out = fn(t)
+            if id(t) in identities and out.dtype in (torch.float16, torch.bfloat16):
+                return t.to(out.device)  # from t, not from out: rounding must not pass through half precision
+            return out
+
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("_pending", "_arrived"):
+            state.pop(name, None)
+        return {**state, "_version": self._version}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_known(self, state.get("_version", 0), self._version)
+        super().__setstate__({name: value for name, value in state.items() if name != "_version"})  # type: ignore[no-untyped-call]
+        own = (base for base in type(self).__mro__ if issubclass(base, TrackedNorm) and "_fused_from" not in vars(base))
+        kind: Any = next(base for base in own if base.__module__.startswith("kalmannorm."))
+        check_complete(self, _attributes(kind))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.skipped()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        version = local_metadata.get("version") or 0
+        if version > self._version:
+            error_msgs.append(
+                f"{prefix.removesuffix('.')!r} was saved with version {version} of its norm, and this kalmannorm knows "
+                f"versions up to {self._version}: update kalmannorm."
+            )
+            return
+        fill_from_batchnorm(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+@functools.cache
+def _attributes(kind: Any) -> frozenset[str]:
+    """What every norm of a class of ours holds."""
+    example = kind(1)
+    names = {*vars(example), *example._parameters, *example._buffers, *example._modules}
+    return frozenset(names - vars(nn.Module()).keys())

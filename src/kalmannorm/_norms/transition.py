@@ -1,0 +1,138 @@
+"""Transitions: how the posterior of the layer before becomes this layer's prior.
+
+`learned` is the paper: mean_p = A mean, var_p = (A∘A) var + r, with A learned and r one noise for the whole model.
+`identity` and `weights` take what they are given as the prior itself; for `weights` that is a belief carried through
+the very weights that lie between the two norms (see `kalmannorm.moments`), and nothing is learned here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm import _filter as kalman
+from kalmannorm._ops.dispatch import on_device_of, predicting_for, transformed
+from kalmannorm._support.pickles import check_complete
+from kalmannorm.moments import Moments, closed
+from kalmannorm.moments.core import full_precision
+
+TRANSITIONS = ("learned", "identity", "weights")
+
+
+class LearnedTransition(nn.Module):
+    """A (C, P), dense or of low rank, starting at zero, and the noise r, starting at 1.
+
+    At the start the prior is therefore N(0, r) whatever the layer before says, about what a He-initialised layer makes
+    of normalized features; the means then teach A where to go.
+
+    `noise` holds r. It enters as |noise|, so that no optimizer step can make the variance negative. Given another
+    transition as `noise`, this one reads that one's and registers none: r is then in a state dict once.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        prior_features: int,
+        *,
+        rank: int | None = None,
+        noise: nn.Parameter | LearnedTransition | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        self.prior_features = prior_features
+        self.rank = rank
+        if rank is None:
+            self.matrix = nn.Parameter(torch.empty(num_features, prior_features, **options))  # type: ignore[arg-type]
+        else:
+            self.left = nn.Parameter(torch.empty(num_features, rank, **options))  # type: ignore[arg-type]
+            self.right = nn.Parameter(torch.empty(rank, prior_features, **options))  # type: ignore[arg-type]
+        self._reset_matrix()
+        self._lender = [noise] if isinstance(noise, LearnedTransition) else []  # a list, so as not to be a child of us
+        if noise is None:
+            self.noise = nn.Parameter(torch.ones((), **options))  # type: ignore[arg-type]
+        elif isinstance(noise, nn.Parameter):
+            self.noise = noise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        check_complete(self, ("prior_features", "rank", "_lender"))
+
+    def _reset_matrix(self) -> None:
+        if self.rank is None:
+            nn.init.zeros_(self.matrix)
+        else:
+            # One factor must be non-zero, or neither would ever receive a gradient.
+            nn.init.zeros_(self.left)
+            nn.init.xavier_uniform_(self.right)
+
+    def reset_parameters(self) -> None:
+        """A = 0 and r = 1; a noise that other layers share is reset for them too."""
+        self._reset_matrix()
+        nn.init.ones_(self.shared_noise())
+
+    def shared_noise(self) -> nn.Parameter:
+        """r, wherever it is registered."""
+        return self._lender[0].shared_noise() if self._lender else self.noise
+
+    def dense(self) -> Tensor:
+        """A itself, (C, P)."""
+        return self.matrix if self.rank is None else self.left @ self.right
+
+    def fused(self, previous: Moments, logit: Tensor) -> tuple[Moments, Tensor] | None:
+        """Prior and gain in one launch, on devices that can; None where they are computed one by one."""
+        if self.rank is not None or transformed():
+            return None
+        tensors = previous.mean, previous.var, self.matrix, self.shared_noise(), logit
+        run = predicting_for(*tensors)
+        if run is None:
+            return None
+        mean, var, gain = _Predicted.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        return Moments(mean, var), gain
+
+    def forward(self, previous: Moments, full: bool = False) -> Moments:
+        with full_precision(previous.mean.device):
+            matrix = self.dense()
+        noise = self.shared_noise().abs().to(matrix.device)
+        return kalman.predict(previous.to(matrix.dtype), matrix, noise, full=full)
+
+    def extra_repr(self) -> str:
+        return f"prior_features={self.prior_features}" + ("" if self.rank is None else f", rank={self.rank}")
+
+
+def _one_by_one(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, ...]:
+    prior = kalman.predict(Moments(mean, var), matrix, noise.abs())
+    return prior.mean, prior.var, kalman.gain_of(logit).expand(matrix.shape[0])
+
+
+class _Predicted(torch.autograd.Function):
+    """`_one_by_one` by the kernels of `run`. The gain is a row: its gradient then needs no launch to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, run: ModuleType, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        with on_device_of(tensors[0]):
+            results: tuple[Tensor, ...] = run.forward(*(tensor.contiguous() for tensor in tensors))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *closed.again(_one_by_one, tensors, at)
+        if at[0] is None and at[1] is None:
+            logit = tensors[4]
+            slope = None if at[2] is None else (at[2] * kalman.gain_slope(logit)).sum_to_size(logit.shape)
+            return None, None, None, None, None, slope
+        rows = (tensors[0].shape[0], tensors[2].shape[0])
+        arrived = [tensors[0].new_zeros(rows) if grad is None else grad.contiguous() for grad in at[:2]]
+        gain = None if at[2] is None else at[2].contiguous()
+        with on_device_of(tensors[0]):
+            given = (tensor.contiguous() for tensor in tensors)
+            return None, *ctx.run.backward(*arrived, gain, *given, ctx.needs_input_grad[3])

@@ -1,0 +1,1 @@
+"""Expect: what a single example is combined with in `example` inference."""

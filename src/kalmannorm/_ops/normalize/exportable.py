@@ -1,0 +1,115 @@
+"""The op in plain, differentiable operations that every exporter knows: inference, torch.func, the full covariance.
+
+No custom op, so what `torch.export` sees holds no trace of this library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm import _filter as kalman
+from kalmannorm._groups import expand_groups, group_size, merge_examples, statistics_dtype
+from kalmannorm.moments import Moments
+from kalmannorm.moments.core import full_precision
+
+
+def observe_examples(x: Tensor) -> Moments:
+    """Mean and biased variance of each example by itself, (N, C), in float32 or better."""
+    values = x.to(statistics_dtype(x)).flatten(2) if x.dim() > 2 else x.to(statistics_dtype(x)).unsqueeze(2)
+    mean = values.mean(2)
+    return Moments(mean, (values - mean.unsqueeze(2)).square().mean(2))
+
+
+def observe_groups(x: Tensor, size: int) -> Moments:
+    return merge_examples(observe_examples(x), size)
+
+
+def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float) -> Tensor:
+    """y = γ (x - mean) / sqrt(var + eps) + β; `size` neighbours share a row of the moments; γ, β are (C,) or (G, C)."""
+    dtype = moments.mean.dtype
+    scale = torch.rsqrt(moments.var + eps)
+    if weight is not None:
+        scale = scale * weight.to(dtype)
+
+    def spread(rows: Tensor) -> Tensor:
+        rows_NC = expand_groups(rows, x.shape[0], size)
+        return rows_NC.reshape(rows_NC.shape + (1,) * (x.dim() - 2))
+
+    y = (x.to(dtype) - spread(moments.mean)) * spread(scale)
+    if bias is not None:
+        y = y + spread(bias.to(dtype).reshape(-1, x.shape[1]))
+    return y.to(x.dtype)
+
+
+def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    y = y if residual is None else y + residual
+    return torch.relu(y) if relu else y
+
+
+def fuse(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
+    """The posterior, in the observation's dtype; the observation itself where there is no prior."""
+    if prior is None or gain is None:
+        return observation
+    dtype = observation.mean.dtype
+    return kalman.update(prior.to(dtype), observation, gain.to(dtype))
+
+
+def normalize(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Moments, Moments]:
+    """Output, posterior and observation, as the op gives them."""
+    size = group_size(x.shape[0], statistics_batch_size)
+    observation = observe_groups(x, size)
+    posterior = fuse(prior, observation, gain)
+    y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
+    return y, posterior, observation
+
+
+def observe_covariances(x: Tensor, size: int) -> Moments:
+    """Moments of each group with their (G, C, C) covariances: full groups in one product, then a ragged last one."""
+    N, C = x.shape[:2]
+    full = N - N % size
+    means, covs = [], []
+    for part, groups in ((x[:full], full // size), (x[full:], 1)):
+        if part.shape[0] == 0:
+            continue
+        values = part.to(statistics_dtype(x)).movedim(1, -1).reshape(groups, -1, C)
+        mean = values.mean(1)
+        centred = values - mean.unsqueeze(1)
+        means.append(mean)
+        covs.append(centred.transpose(1, 2) @ centred / values.shape[1])
+    cov = torch.cat(covs)
+    return Moments(torch.cat(means), cov.diagonal(dim1=-2, dim2=-1), cov)
+
+
+def normalize_full(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Moments, Moments]:
+    """Output, posterior and observation with covariances; normalizes by their diagonal."""
+    size = group_size(x.shape[0], statistics_batch_size)
+    with full_precision(x.device):
+        observation = observe_covariances(x, size)
+        if prior is not None and prior.cov is None:
+            prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))
+        posterior = fuse(prior, observation, gain)
+    y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
+    return y, posterior, observation

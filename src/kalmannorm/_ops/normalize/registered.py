@@ -1,0 +1,324 @@
+"""The op as PyTorch sees it: `kalmannorm::batch_kalman_norm`, its fake, its backward and its double backward.
+
+    y = relu(normalized + residual), with ReLU and residual if asked for
+
+The op is functional: it returns the moments and mutates nothing, so autograd, `torch.compile(fullgraph=True)` and
+`torch.export` see one node. Its backward is an op too, with the closed form of `docs/equations.md`; the backward of
+that one differentiates the naive reference, so gradients of gradients are right though not fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
+from kalmannorm._ops.dispatch import kernels_for, on_device_of
+from kalmannorm._ops.normalize import exportable, naive
+from kalmannorm.moments import Moments
+
+_FORWARD = (
+    "(Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, "
+    "SymInt statistics_batch_size, float eps, Tensor? residual=None, bool relu=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+# Those of the gradients that exist, as `aten.backward` lists them.
+_BACKWARD = (
+    "(Tensor? grad_y, Tensor? grad_mean, Tensor? grad_var, Tensor? grad_observed_mean, Tensor? grad_observed_var, "
+    "Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, Tensor[] moments, "
+    "Tensor? y, SymInt statistics_batch_size, float eps, bool relu, SymInt bias_rows) -> Tensor[]"
+)
+
+
+def _forward(
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if residual is not None:
+        residual = residual.contiguous(memory_format=memory_format_of(x))
+    with on_device_of(x):
+        results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernels_for(x, statistics_batch_size).forward(
+            x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu
+        )
+    return results
+
+
+batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=_FORWARD)
+
+
+@batch_kalman_norm.register_fake
+def _(
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, ...]:
+    groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    moments = (x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(4))
+    return torch.empty_like(x), *moments
+
+
+def _backward(
+    grad_y: Tensor | None,
+    grad_mean: Tensor | None,
+    grad_var: Tensor | None,
+    grad_observed_mean: Tensor | None,
+    grad_observed_var: Tensor | None,
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: Sequence[Tensor],
+    y: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    relu: bool,
+    bias_rows: int,
+) -> list[Tensor]:
+    if grad_y is not None:
+        grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
+    with on_device_of(x):
+        results: list[Tensor] = kernels_for(x, statistics_batch_size).backward(
+            grad_y,
+            (grad_mean, grad_var, grad_observed_mean, grad_observed_var),
+            x,
+            prior_mean,
+            prior_var,
+            gain,
+            weight,
+            bias,
+            moments,
+            y,
+            statistics_batch_size,
+            eps,
+            relu,
+            bias_rows,
+        )
+    return results
+
+
+batch_kalman_norm_backward = torch.library.custom_op(
+    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=_BACKWARD
+)
+
+
+@batch_kalman_norm_backward.register_fake
+def _(
+    grad_y: Tensor | None,
+    grad_mean: Tensor | None,
+    grad_var: Tensor | None,
+    grad_observed_mean: Tensor | None,
+    grad_observed_var: Tensor | None,
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: Sequence[Tensor],
+    y: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    relu: bool,
+    bias_rows: int,
+) -> list[Tensor]:
+    results = [torch.empty_like(x)] if y is None else [torch.empty_like(x), torch.empty_like(x)]
+    results += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
+    return [*results, moments[0].new_empty((bias_rows, x.shape[1]))] if bias_rows else results
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, bias, ctx.statistics_batch_size, ctx.eps, residual, ctx.relu = inputs
+    ctx.set_materialize_grads(False)
+    # What a ReLU let through its output tells, and without a residual x and β do. Kernels on a GPU have x at hand; on a
+    # CPU that would be another pass, where y costs none.
+    ctx.by_output = ctx.relu and residual is None and tensors[0].device.type == "cpu"
+    mask = (None, output[0]) if residual is not None or ctx.by_output else (bias, None)
+    ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
+    ctx.bias = (0, None, None) if bias is None else (_rows(bias), bias.shape, bias.dtype)
+    ctx.residual = None if residual is None else residual.dtype
+
+
+def _rows(parameter: Tensor) -> int:
+    """Of (C,) or (G, C)."""
+    return parameter.shape[0] if parameter.dim() > 1 else 1
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
+    moments = [mean, var, observed_mean, observed_var]
+    rows, shape, dtype = ctx.bias
+    relu = ctx.relu and not ctx.by_output
+    if ctx.by_output:
+        grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
+        y = None
+    # Where nothing more is differentiated and nobody traces, the way through the dispatcher would only take time.
+    run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
+    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, relu, rows)
+    remaining = iter(results)
+    dx = next(remaining)
+    d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
+    if d_residual is not None:
+        d_residual = cast(d_residual, ctx.residual)
+    d_parameters = [None if t is None else next(remaining) for t in parameters]
+    d_bias = next(remaining) if rows else None
+    if d_bias is not None:
+        d_bias = cast(d_bias if d_bias.shape == shape else d_bias.reshape(shape), dtype)
+    return dx, *d_parameters, d_bias, None, None, d_residual, None
+
+
+torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context=_save)
+
+
+class _Node(torch.autograd.Function):
+    """What the registered op is to autograd, without the way there, which costs as much as a small batch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`batch_kalman_norm` on all of its arguments, by the shortest way."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (
+        batch_kalman_norm(*inputs) if watched(inputs[0]) else _Node.apply(*inputs)  # type: ignore[no-untyped-call]
+    )
+    return results
+
+
+def _observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
+    with on_device_of(x):
+        moments: tuple[Tensor, Tensor] = kernels_for(x, statistics_batch_size).observe(x, statistics_batch_size)
+    return moments
+
+
+observe = torch.library.custom_op(
+    "kalmannorm::observe",
+    _observe,
+    mutates_args=(),
+    schema="(Tensor x, SymInt statistics_batch_size) -> (Tensor, Tensor)",
+)
+
+
+@observe.register_fake
+def _(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, ...]:
+    groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    return tuple(x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(2))
+
+
+def _save_observed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, ctx.statistics_batch_size = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *output)
+
+
+def _differentiate_observed(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+    x, *moments = ctx.saved_tensors
+    at = (None, *grads, None, None)
+    (dx,) = batch_kalman_norm_backward(*at, x, *[None] * 5, moments * 2, None, ctx.statistics_batch_size, 1.0, False, 0)
+    return dx, None
+
+
+torch.library.register_autograd(observe, _differentiate_observed, setup_context=_save_observed)
+
+
+def watched(x: Tensor) -> bool:
+    """Whether anything compiles, exports, traces or otherwise wants to see the op pass by."""
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        type(x) is not Tensor or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    )
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, ctx.bias_rows = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *moments[:2], y)
+
+
+def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
+    *saved, bias, mean, var, y = ctx.saved_tensors
+    higher = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves: list[Any] = [None if t is None else _leaf(t) for t in saved]
+        outer, (x, prior_mean, prior_var, gain, weight) = leaves[:5], leaves[5:]
+        if ctx.relu and outer[0] is not None:
+            outer[0] = outer[0].masked_fill(_blocked(ctx, x, Moments(mean, var), weight, bias, y), 0)
+        shift = mean.new_zeros((ctx.bias_rows, x.shape[1]), requires_grad=True) if ctx.bias_rows else None
+        inputs = (x, prior_mean, prior_var, gain, weight, shift)
+        outputs = naive.batch_kalman_norm(*inputs, ctx.statistics_batch_size, ctx.eps)
+        arrived = [(o, g) for o, g in zip(outputs, outer, strict=True) if g is not None]
+        given = [t for t in inputs if t is not None]
+        first = list(
+            torch.autograd.grad(
+                [o for o, _ in arrived],
+                given,
+                [g for _, g in arrived],
+                create_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        )
+        if y is not None:
+            first.insert(1, torch.zeros_like(y) if outer[0] is None else outer[0])
+        pairs = [(a, g) for a, g in zip(first, grads, strict=True) if g is not None and a.requires_grad]
+        present = [t for t in leaves if t is not None]
+        second = iter(
+            torch.autograd.grad(
+                [a for a, _ in pairs], present, [g for _, g in pairs], create_graph=higher, allow_unused=True
+            )
+        )
+    return *(None if t is None else next(second) for t in leaves), None, [None] * 4, None, None, None, None, None
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """A view, so that one tensor in two places counts in each; attached, so that third derivatives are right too."""
+    return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+
+
+def _blocked(
+    ctx: Any, x: Tensor, posterior: Moments, weight: Tensor | None, bias: Tensor | None, y: Tensor | None
+) -> Tensor:
+    """Where the ReLU let nothing through."""
+    with torch.no_grad():
+        if y is None:
+            y = exportable.apply(x, posterior, weight, bias, group_size(x.shape[0], ctx.statistics_batch_size), ctx.eps)
+        return y <= 0
+
+
+torch.library.register_autograd(batch_kalman_norm_backward, _differentiate_backward, setup_context=_save_backward)
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """The format x lies in without gaps; `contiguous_format` where it lies in none."""
+    if x.is_contiguous():
+        return torch.contiguous_format
+    for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == rank and x.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.contiguous_format

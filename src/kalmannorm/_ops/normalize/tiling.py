@@ -1,0 +1,329 @@
+"""How the Triton kernels are launched: which path, which tiles, how many programs share a group.
+
+Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
+warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`), and for large tensors also
+with the backward behind the forward (`--both`); thresholds are programs, or tiles of 64 × 64 values, for each of the
+GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm._groups import group_count, group_size
+from kalmannorm._ops.grid import blocks_of, power
+
+HELD = 512
+"""Positions of a group that one program holds in registers, in channels_last, unless wide tiles keep the GPU busy."""
+LONGEST = 2048
+"""Positions of a group that one program sees to alone, in channels_last, even where that keeps half the GPU busy."""
+SHORT = 16
+"""Chunks of a group that few programs go through alone, in contiguous x."""
+LARGE = 64
+"""Tiles for each processor, from which on tensors are far larger than the cache."""
+LEAST = 12800
+"""Values of each program, before groups are shared by twice as many."""
+MOST_SPLITS = 256
+"""Shares of a group, which one program merges."""
+MOST_MERGED = 512
+"""The same, counting each of the positions abreast."""
+FRESH = 64
+"""Values of a lane that are summed relative to its first."""
+
+
+class Shape(NamedTuple):
+    """x as the kernels see it: N examples of C channels at L positions, in groups of m."""
+
+    N: int
+    C: int
+    L: int
+    m: int
+    channels_last: bool
+
+    @property
+    def groups(self) -> int:
+        return group_count(self.N, self.m)
+
+    @property
+    def slab(self) -> int:
+        """Positions of a group."""
+        return self.m * self.L
+
+    @property
+    def size(self) -> int:
+        return self.N * self.C * self.L
+
+    def chunks(self, BR: int) -> int:
+        """Of BR positions of a group; where x is contiguous, they end where an example does."""
+        return blocks_of(self.slab, BR) if self.channels_last else blocks_of(self.L, BR) * self.m
+
+    @property
+    def filling(self) -> int:
+        """How many positions make a row of whole tiles, 64 channels wide, in channels_last.
+
+        One where examples end within such a row, and in contiguous x.
+        """
+        K = 64 // math.gcd(self.C, 64)
+        return K if self.channels_last and self.L % K == 0 else 1
+
+    def abreast(self, K: int) -> Shape:
+        """As tiles see x in channels_last, where K positions are one row."""
+        return self._replace(C=self.C * K, L=self.L // K)
+
+    @property
+    def vector(self) -> int:
+        """Up to 16 neighbours, a power of two, that every row holds a whole number of times."""
+        inner = self.C if self.channels_last else self.L
+        return min(inner & -inner, 16)
+
+
+class Launch(NamedTuple):
+    """Tiles of BR rows × BC columns; `splits` programs share a group, 0 for one program that does all of it.
+
+    A row is a position, and a column a channel; but where groups are shared, K positions abreast may be one row.
+    """
+
+    BR: int
+    BC: int
+    splits: int
+    chunks: int
+    warps: int = 4
+    K: int = 1
+
+    def even(self, shape: Shape) -> bool:
+        """Whether tiles cover every group without rest."""
+        shape = shape.abreast(self.K)
+        rest = shape.N % shape.m or shape.C % self.BC
+        return not rest and (shape.slab if shape.channels_last else shape.L) % self.BR == 0
+
+    @property
+    def held(self) -> bool:
+        """Whether a group is one tile of one program."""
+        return self.splits == 0 and self.chunks == 1
+
+    @property
+    def once(self) -> bool:
+        """Whether the lanes of a program are merged but once, which saves it the registers for more.
+
+        Every program has a chunk: `launch_of` makes no more shares than there are chunks.
+        """
+        return blocks_of(self.chunks, max(self.splits, 1)) <= FRESH
+
+    @property
+    def merged(self) -> int:
+        """Shares of a group that a program loads at a time."""
+        return min(power(self.splits * self.K), 32)
+
+    @property
+    def stages(self) -> int:
+        """Of loops: what is computed, and tiles on their way into shared memory."""
+        return 4 if self.splits else 3
+
+
+def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
+    return _shape(x.shape, x.is_contiguous(), statistics_batch_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(sizes: torch.Size, contiguous: bool, statistics_batch_size: int) -> Shape:
+    examples, channels = sizes[:2]
+    positions = sizes[2:].numel()
+    # With one position the two layouts are the same memory, and rows of channels are the ones that vectorise.
+    channels_last = positions == 1 or not contiguous
+    size = min(group_size(examples, statistics_batch_size), examples)
+    return Shape(examples, channels, positions, size, channels_last)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_for(
+    shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
+) -> Launch:
+    """`residual` is one more tensor each way; `wide` is float32, of which half as much fits anywhere."""
+    how = None
+    if shape.channels_last:
+        if not _ragged(shape, processors, backward):
+            how = (_backward_alone if backward else _forward_alone)(shape, processors)
+    elif shape.chunks(_alone_rows(shape)) <= SHORT or _programs(shape, 1) >= 16 * processors:
+        how = _contiguous_alone(shape, processors, backward)
+    if how is None:
+        how = _shared(shape, processors, backward, residual)
+    return _halved(shape, how) if wide else how
+
+
+def observing(shape: Shape, processors: int, *, wide: bool = False) -> Launch:
+    """For the first of the streamed launches alone: tiles that are copied ahead, however small a group is."""
+    how = _shared(shape, processors, backward=False, residual=False)
+    how = _halved(shape, how) if wide and not how.held else how
+    return how._replace(splits=max(how.splits, 1))
+
+
+def _forward_alone(shape: Shape, processors: int) -> Launch | None:
+    """One program for a group and a block of channels, in channels_last; none where that left the GPU idle."""
+    rows = power(shape.slab)
+    if rows > LONGEST:
+        return None
+    many = shape.C >= 64 and _programs(shape, 64) >= 0.9 * processors
+    if rows <= HELD:
+        return launch_of(shape, 64, 64, 0) if many and rows == HELD else _held(shape, 32, 64)
+    if many:
+        return launch_of(shape, 128, 64, 0, 8)
+    if _programs(shape, 16) > processors:
+        return launch_of(shape, 128, min(power(shape.C), 32), 0)
+    return _held(shape, 16, rows // 16) if _programs(shape, 16) >= 0.45 * processors else None
+
+
+def _backward_alone(shape: Shape, processors: int) -> Launch | None:
+    """As `_forward_alone`. Long groups too, where there are enough: two looks by one program cost less than shares."""
+    rows = power(shape.slab)
+    by_64, by_32, by_16 = (_programs(shape, BC) / processors for BC in (64, 32, 16))
+    if rows < HELD:
+        return _held(shape, 32, 64)
+    if rows == HELD:
+        if shape.C >= 64 and by_64 >= 1.3:
+            return launch_of(shape, 64, 64, 0)
+        return launch_of(shape, 64, 32, 0) if shape.C >= 32 and by_32 >= 1.8 else _held(shape, 32, 64)
+    if shape.C >= 64 and by_64 >= 0.9:
+        return launch_of(shape, 128, 64, 0, 8)
+    if rows > LONGEST:
+        return None
+    if by_32 >= 1.8:
+        return launch_of(shape, 128, min(power(shape.C), 32), 0)
+    return _held(shape, 16, 64) if rows <= 1024 and by_16 >= 0.45 else None
+
+
+def _alone_rows(shape: Shape) -> int:
+    """Positions of a tile in contiguous x: as long as rows are, but short enough for copies to run ahead."""
+    BR = min(power(shape.L), 1024)
+    while BR > 64 and 1 < shape.chunks(BR) < 8:
+        BR //= 2
+    return BR
+
+
+def _contiguous_alone(shape: Shape, processors: int, backward: bool) -> Launch | None:
+    BR = _alone_rows(shape)
+    if shape.chunks(BR) == 1:
+        return launch_of(shape, BR, min(max(2048 // BR, 1), power(shape.C)), 0, 1)
+    BC = min(max((1024 if backward else 2048) // BR, 1), max(512 // BR, 8), power(shape.C))
+    while BC > 1 and _programs(shape, BC) < 1.8 * processors:
+        BC //= 2
+    if _programs(shape, BC) < 0.9 * processors:
+        return None
+    return launch_of(shape, BR, BC, 0, 2 if BR >= 256 else 1)
+
+
+def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> Launch:
+    """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
+    if not shape.channels_last:
+        BR = min(power(shape.L), 256)
+        if not backward and BR == 256 and 3 <= _tiles(shape, processors) < 8:
+            BC = min(power(shape.C), 8)
+            return launch_of(shape, BR, BC, min(max(2 * processors // _programs(shape, BC), 1), MOST_SPLITS))
+        return _split(shape, BR, min((4096 if BR == 256 else 2048) // BR, 64), processors, each=8)
+    if (how := _abreast(shape, processors, backward)) is not None:
+        return how
+    tiles, one = _tiles(shape, processors), shape.groups == 1
+    if tiles < 8 or (tiles < 16 and (backward or shape.C < 256)):
+        return _split(shape, 64, 32, processors, each=2)
+    if tiles >= LARGE or (backward and one and not residual):
+        return _large(shape, processors)
+    if backward:
+        return _split(shape, 32, 64, processors, each=2)
+    # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
+    low = tiles < 16 or one == residual
+    return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
+
+
+def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
+    """Several positions as one row, where channels alone leave tiles partly empty.
+
+    None where they do not, or where there would be more to merge than is won. The fewer tiles a program has, the more
+    programs must be on a processor at once, so that one works while another merges.
+    """
+    K, tiles, one = shape.filling, _tiles(shape, processors), shape.groups == 1
+    if K == 1 or tiles < (16 if one else 8):
+        return None
+    BR, programs = 64, _programs(shape.abreast(K), 64)
+    if one:
+        light = tiles < LARGE and not backward
+        each, warps = 2 if light and programs >= K else 1, 4 if light else 8
+        splits = each * processors // programs
+        if programs * splits < 0.9 * processors:
+            splits += 1
+    elif tiles < LARGE:
+        BR, warps = 32, 4
+        splits = max(round(2 * processors / programs), 2 if programs < 2 * processors else 1)
+    else:
+        splits = max(6 * processors // programs, 2)
+        warps = 8 if shape.abreast(K).chunks(BR) >= 16 * splits else 4
+    splits = min(splits, MOST_SPLITS)
+    # What a program merges is to be no more than twice what it reads of x.
+    most = min(MOST_MERGED, math.isqrt(shape.slab // 2))
+    how = launch_of(shape, BR, 64, splits, warps, K)
+    return how if how.K > 1 and splits * K <= most else None
+
+
+def _large(shape: Shape, processors: int) -> Launch:
+    """Wide tiles even where channels leave a part of them empty; and where groups fill the GPU, two halves of each."""
+    BC = min(power(shape.C), 64)
+    programs, each = _programs(shape, BC), 2 if shape.groups == 1 else 4
+    splits = 2 if programs >= 0.9 * processors else min(each * processors // programs, MOST_SPLITS)
+    return launch_of(shape, min(4096 // BC, power(shape.slab)), BC, splits, 8)
+
+
+def _held(shape: Shape, BC: int, each: int) -> Launch:
+    """A tile of BC channels, and threads that hold so many of its values each."""
+    BC, rows = min(power(shape.C), BC), power(shape.slab)
+    return launch_of(shape, rows, BC, 0, min(max(rows * BC // (32 * each), 1), 16))
+
+
+def _halved(shape: Shape, how: Launch) -> Launch:
+    """Half as many values in each thread, or in each tile that is large."""
+    if how.held:
+        # Values that are loaded one by one take more registers.
+        BC = max(how.BC // 2, 1) if shape.vector == 1 else how.BC
+        return how._replace(BC=BC, warps=min(2 * how.warps, 16))
+    return launch_of(shape, how.BR // 2, *how[1:3], how.warps, how.K) if how.BR * how.BC >= 2048 else how
+
+
+def _tiles(shape: Shape, processors: int) -> float:
+    return shape.size / 4096 / processors
+
+
+def _ragged(shape: Shape, processors: int, backward: bool) -> bool:
+    """Whether to share groups because their last block of channels is not full, though they would fill the GPU."""
+    tiles = _tiles(shape, processors)
+    if shape.C % 64 == 0 or tiles < 16 or power(shape.slab) <= HELD:
+        return False
+    if _abreast(shape, processors, backward) is not None:
+        return tiles >= LARGE or shape.slab > LONGEST
+    return tiles >= LARGE and _programs(shape, 64) > processors and shape.C > 64
+
+
+def _programs(shape: Shape, BC: int) -> int:
+    return shape.groups * blocks_of(shape.C, BC)
+
+
+def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int) -> Launch:
+    """At most so many programs on each processor, unless groups are more than that."""
+    if shape.channels_last:
+        values = BR * BC
+        BC = min(32 if shape.C % 64 else BC, BC, power(shape.C))  # of 96 channels, 64 would leave half of a tile empty
+        BR = min(values // BC, power(shape.slab))
+    else:
+        BC = min(BC, power(shape.C))
+    programs = _programs(shape, BC)
+    while each > 1 and programs * shape.chunks(BR) * BR * BC < LEAST * each * processors:
+        each //= 2
+    return launch_of(shape, BR, BC, min(max(each * processors // programs, 1), MOST_SPLITS))
+
+
+def launch_of(shape: Shape, BR: int, BC: int, splits: int, warps: int = 4, K: int = 1) -> Launch:
+    chunks = shape.abreast(K).chunks(BR)
+    if splits and chunks > 2:
+        return Launch(BR, BC, min(splits, chunks), chunks, warps, K)
+    return Launch(BR, BC, 0, shape.chunks(BR), warps)

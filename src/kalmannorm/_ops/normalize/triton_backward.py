@@ -1,0 +1,292 @@
+"""The backward of `triton_norm.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
+
+With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
+and from these dx = γρ g + b (x - mean) + c is linear in g and x: docs/equations.md. All is relative to the posterior's
+mean, as the output is: a value near it may be far from x̄, and would lose its digits there.
+
+Behind a residual and a ReLU, the output tells what came through. What of g does is a result too, so the first pass
+writes it and the second reads that, in the place of g and of the output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kalmannorm._ops.normalize.triton_forward import (
+    VARYING,
+    channel_at,
+    channels_of,
+    in_rows,
+    in_vectors,
+    load_prior,
+    load_row,
+    place,
+    shares_at,
+    tile_at,
+)
+from kalmannorm._ops.triton_shared import in_turn, update_backward
+
+
+@triton.jit
+def gradient_at(g_ptr, within, mask, away, scale, bias, RELU: tl.constexpr):
+    """What arrives; before a ReLU that x - mean tells of, nothing where that let nothing through."""
+    g = tl.load(g_ptr + within, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        g = tl.where(away * scale[None, :] + bias[None, :] <= 0.0, 0.0, g)
+    return g
+
+
+@triton.jit
+def came_through(g, y_ptr, within, mask):
+    """What of g came through a ReLU behind a residual, whose output tells."""
+    y = tl.load(y_ptr + within, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(y <= 0.0, 0.0, g)
+
+
+@triton.jit
+def store_row(pointer, at, value, mask, GIVEN: tl.constexpr):
+    if GIVEN:
+        tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_filter(
+    group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    C, weight_row, prior_mean_row, prior_var_row, gain_step,
+    PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """All rows that `settle` needs, asked for together and early: waiting for them is what takes time."""
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    weight = load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    observed_mean = tl.load(observed_mean_ptr + row, mask=in_c, other=0.0)
+    observed_var = load_row(observed_var_ptr, row, in_c, 1.0, PRIOR)
+    prior_mean, prior_var, q = load_prior(
+        prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
+    )  # fmt: skip
+    at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    at_observed_mean = load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    at_observed_var = load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    # One by one: tuples inside tuples are more than Triton 3.2 takes.
+    return (
+        mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q,
+        at_mean, at_var, at_observed_mean, at_observed_var,
+    )  # fmt: skip
+
+
+@triton.jit
+def settle(
+    sum_g, sum_gx, mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q,
+    at_mean, at_var, at_observed_mean, at_observed_var, group, channel, mine,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
+    row = group.to(tl.int64) * C + channel
+    scale = rho * weight
+    sum_gx *= rho
+    store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
+    store_row(d_bias_ptr, row, sum_g, mine, BIAS)
+    at_mean -= scale * sum_g
+    at_var -= 0.5 * scale * rho * sum_gx
+    if PRIOR:
+        at_mean, at_var, at_prior_mean, at_prior_var, at_gain = update_backward(
+            at_mean, at_var, observed_mean, observed_var, prior_mean, prior_var, q
+        )
+        store_row(d_prior_mean_ptr, row, at_prior_mean, mine, PRIOR)
+        store_row(d_prior_var_ptr, row, at_prior_var, mine, PRIOR)
+        store_row(d_gain_ptr, row, at_gain, mine, PRIOR)
+    count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
+    slope = 2.0 * (at_var + at_observed_var) / count
+    return slope, (at_mean + at_observed_mean) / count + slope * (mean - observed_mean)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_kernel(
+    g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    EVEN: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, TO_BIAS: tl.constexpr,
+    RELU: tl.constexpr, RESIDUAL: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
+    in_turn(PDL)
+    C, L = in_vectors(C, L, V, CHANNELS_LAST)
+    group = tl.program_id(0) % G
+    channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    rho = tl.rsqrt(var + eps)
+    scale = rho * weight
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    lanes_g = tl.zeros([BR, BC], tl.float32)
+    lanes_gx = tl.zeros([BR, BC], tl.float32)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        mask = valid[:, None] & in_c[None, :]
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
+        if RESIDUAL:
+            g = came_through(g, y_ptr + start, within, mask)
+            tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+        lanes_g += g
+        lanes_gx += g * away
+    slope, constant = settle(
+        tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        group, channel, in_c,
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
+    )  # fmt: skip
+    arriving_ptr = g_ptr
+    if RESIDUAL:
+        arriving_ptr = d_residual_ptr
+        # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
+        # above, another may read below.
+        tl.debug_barrier()
+    for turn in tl.range(0, chunks, num_stages=STAGES):
+        start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
+        mask = valid[:, None] & in_c[None, :]
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(arriving_ptr + start, within, mask, away, scale, bias, RELU)
+        dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
+        tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_reduce_kernel(
+    g_ptr, x_ptr, y_ptr, d_residual_ptr, partial_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr,
+    N, G, C, L, m, splits, chunks, weight_row, bias_row, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Streamed, first: Σ g, Σ g (x - mean) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
+    in_turn(PDL)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
+    channel = channel_at(column, C, K)
+    row = group.to(tl.int64) * C + channel
+    mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
+    var = tl.load(var_ptr + row, mask=in_c, other=1.0)
+    scale = tl.rsqrt(var + eps) * load_row(weight_ptr, group.to(tl.int64) * weight_row + channel, in_c, 1.0, WEIGHT)
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    lanes_g = tl.zeros([BR, BC], tl.float32)
+    lanes_gx = tl.zeros([BR, BC], tl.float32)
+    for chunk in tl.range(split, chunks, splits, num_stages=STAGES):
+        start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
+        mask = valid[:, None] & in_c[None, :]
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
+        if RESIDUAL:
+            g = came_through(g, y_ptr + start, within, mask)
+            tl.store(d_residual_ptr + start + within, g.to(d_residual_ptr.dtype.element_ty), mask=mask)
+        lanes_g += g
+        lanes_gx += g * away
+    share = (split * G + group).to(tl.int64) * columns + column
+    plane = tl.full([1], splits, tl.int64) * G * columns
+    tl.store(partial_ptr + share, tl.sum(lanes_g, 0), mask=in_c)
+    tl.store(partial_ptr + plane + share, tl.sum(lanes_gx, 0), mask=in_c)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def backward_apply_kernel(
+    g_ptr, x_ptr, dx_ptr, partial_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    N, G, C, L, m, splits, chunks,
+    weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
+    BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr,
+    AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Streamed, second: the filter's backward, whose rows (G, C) the first program of a group stores, and dx.
+
+    Behind a residual and a ReLU, g is what came through.
+    """
+    in_turn(PDL)
+    C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
+    group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
+    column, in_c = channels_of(block, columns, BC, EVEN)
+    channel = channel_at(column, C, K)
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+        group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+        mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
+        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
+    )  # fmt: skip
+    rho = tl.rsqrt(var + eps)
+    scale = rho * weight
+    bias = load_row(bias_ptr, group.to(tl.int64) * bias_row + channel, in_c, 0.0, BIAS)
+    plane = tl.full([], splits, tl.int64) * G * (C * K)
+    shares_g = tl.zeros([BC, BS], tl.float32)
+    shares_gx = tl.zeros([BC, BS], tl.float32)
+    for first in tl.range(0, splits * K, BS):
+        _, share, there = shares_at(first, group, channel, in_c, G, C, splits, K, BS)
+        shares_g += tl.load(partial_ptr + share, mask=there, other=0.0)
+        shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
+    slope, constant = settle(
+        tl.sum(shares_g, 1), tl.sum(shares_gx, 1),
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        group, channel, in_c & (column == channel) & (split == 0),
+        d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+        N, C, rows * K, m, PRIOR, WEIGHT, TO_BIAS,
+    )  # fmt: skip
+    last = tl.cdiv(chunks - split, splits) - 1
+    for turn in tl.range(0, last + 1, num_stages=STAGES):
+        chunk = split + (last - turn) * splits
+        start, within, valid = tile_at(chunk, group, column, N, columns, rows, m, BR, CHANNELS_LAST, EVEN)
+        mask = valid[:, None] & in_c[None, :]
+        away = tl.load(x_ptr + start + within, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+        g = gradient_at(g_ptr + start, within, mask, away, scale, bias, RELU)
+        dx = scale[None, :] * g + (slope[None, :] * away + constant[None, :])
+        tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fold_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.constexpr, GIVEN: tl.constexpr):
+    """One parameter's rows (G, C) summed in fixed order: (C,), in the parameter's own dtype."""
+    if GIVEN:
+        in_c = channel < C
+        lanes = tl.zeros([BG, BC], tl.float32)
+        for start in range(0, G, BG):
+            group = start + tl.arange(0, BG)
+            at = group.to(tl.int64)[:, None] * C + channel[None, :]
+            lanes += tl.load(source_ptr + at, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
+        tl.store(target_ptr + channel, tl.sum(lanes, 0).to(target_ptr.dtype.element_ty), mask=in_c)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def fold_kernel(
+    source_0, source_1, source_2, source_3, source_4, target_0, target_1, target_2, target_3, target_4,
+    G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows of COUNT parameters summed over the groups, each by programs of its own."""
+    in_turn(PDL)
+    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    parameter = tl.program_id(1)
+    if parameter == 0:
+        fold_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
+    if parameter == 1:
+        fold_rows(source_1, target_1, G, C, channel, BG, BC, COUNT > 1)
+    if parameter == 2:
+        fold_rows(source_2, target_2, G, C, channel, BG, BC, COUNT > 2)
+    if parameter == 3:
+        fold_rows(source_3, target_3, G, C, channel, BG, BC, COUNT > 3)
+    if parameter == 4:
+        fold_rows(source_4, target_4, G, C, channel, BG, BC, COUNT > 4)

@@ -1,0 +1,292 @@
+"""The op on Triton's kernels, forward and backward, with the arguments and results of `aten.py`.
+
+Launches: forward 1 on chip, 2 streamed; backward 1 or 2, one more to sum the parameters' rows over groups, and one for
+a gain that is a single number. Gradients come in the shapes and dtypes of what was given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.grid import blocks_of, power, processors_of
+from kalmannorm._ops.normalize import triton_backward as gradient
+from kalmannorm._ops.normalize import triton_forward as norm
+from kalmannorm._ops.normalize import triton_on_chip as held
+from kalmannorm._ops.normalize.tiling import (
+    Launch,
+    Shape,
+    launch_for,
+    observing,
+    shape_of,
+)
+from kalmannorm._ops.triton_launching import KEPT, Ready, ready, turns
+
+
+def forward(
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `aten.forward`."""
+    shape = shape_of(x, statistics_batch_size)
+    adds = residual is not None
+    how = launch_for(shape, processors_of(x), residual=adds, wide=x.dtype == torch.float32)
+    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
+    launches = forward_launches(shape, how, x.device, steps, eps, relu, adds)
+    y = torch.empty_like(x)
+    # One by one, because what an op returns may not share memory.
+    mean = torch.empty((shape.groups, shape.C), device=x.device, dtype=torch.float32)
+    moments = mean, torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(mean)
+    if how.splits == 0:
+        launches[0](x, y, residual, *parameters, *moments)
+        return y, *moments
+    partial = partial_sums(shape, how, x.device)
+    count = torch.empty((how.splits, shape.groups), device=x.device, dtype=torch.float32)
+    launches[0](x, partial, count)
+    launches[1](x, y, residual, partial, count, *parameters, *moments)
+    return y, *moments
+
+
+@functools.lru_cache(maxsize=KEPT)
+def forward_launches(
+    shape: Shape, how: Launch, device: torch.device, steps: Steps, eps: float, relu: bool, residual: bool
+) -> tuple[Ready, ...]:
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    options = tile_of(shape, how, device) | {
+        "PRIOR": steps.prior_mean is not None,
+        "WEIGHT": steps.weight is not None,
+        "BIAS": steps.bias is not None,
+        "RELU": relu,
+        "RESIDUAL": residual,
+    }
+    blocks = blocks_of(shape.C * how.K, how.BC) * shape.groups
+    if how.held:
+        return (Ready(held.held_forward_kernel, (blocks,), (*sizes, *rows, eps), options),)
+    if how.splits == 0:
+        numbers = *sizes, how.chunks, *rows, eps
+        return (Ready(norm.forward_kernel, (blocks,), numbers, options | {"ONCE": how.once}),)
+    numbers = *sizes, how.splits, how.chunks, *rows, eps
+    apply = Ready(norm.apply_kernel, (blocks * how.splits,), numbers, options | {"K": how.K, "BS": how.merged})
+    return reducing(shape, how, device), apply
+
+
+@functools.lru_cache(maxsize=KEPT)
+def reducing(shape: Shape, how: Launch, device: torch.device) -> Ready:
+    numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks
+    grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
+    return Ready(norm.reduce_kernel, grid, numbers, tile_of(shape, how, device) | {"K": how.K, "ONCE": how.once})
+
+
+def partial_sums(shape: Shape, how: Launch, device: torch.device) -> Tensor:
+    return torch.empty((2, how.splits, shape.groups, how.K, shape.C), device=device, dtype=torch.float32)
+
+
+def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
+    """As `aten.observe`: the first of the streamed launches, and one that merges the shares."""
+    shape = shape_of(x, statistics_batch_size)
+    how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
+    G, C = shape.groups, shape.C
+    mean, var = (torch.empty((G, C), device=x.device, dtype=torch.float32) for _ in range(2))
+    partial = partial_sums(shape, how, x.device)
+    count = torch.empty((how.splits, G), device=x.device, dtype=torch.float32)
+    reducing(shape, how, x.device)(x, partial, count)
+    BC = 32
+    ready(norm.observe_kernel, (G, blocks_of(C, BC)), x.device, K=how.K, BS=how.merged, BC=BC)(
+        partial, count, mean, var, G, C, how.splits
+    )
+    return mean, var
+
+
+def backward(
+    grad_y: Tensor | None,
+    grad_moments: Sequence[Tensor | None],
+    x: Tensor,
+    prior_mean: Tensor | None,
+    prior_var: Tensor | None,
+    gain: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    moments: Sequence[Tensor],
+    y: Tensor | None,
+    statistics_batch_size: int,
+    eps: float,
+    relu: bool = False,
+    bias_rows: int = 0,
+) -> list[Tensor]:
+    """As `aten.backward`."""
+    shape = shape_of(x, statistics_batch_size)
+    how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
+    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
+    grad_y = torch.zeros_like(x) if grad_y is None else grad_y
+    at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
+    arrived = at_posterior[0] is not None, at_observation[0] is not None
+    launches = backward_launches(shape, how, x.device, steps, eps, relu, y is not None, bias_rows > 0, arrived)
+    dx = torch.empty_like(x)
+    d_residual = None if y is None else torch.empty_like(x)
+    rooms = [
+        room_for(weight, moments[0]),
+        room_of((bias_rows, shape.C), torch.float32, moments[0]) if bias_rows else NO_ROOM,
+        *(room_for(parameter, moments[0]) for parameter in (prior_mean, prior_var, gain)),
+    ]
+    at = *moments, *at_posterior, *at_observation, *[room.rows for room in rooms]
+    if how.splits == 0:
+        launches[0](grad_y, x, y, dx, d_residual, *parameters, *at)
+    else:
+        partial = partial_sums(shape, how, x.device)
+        launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:2])
+        launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *at)
+    fold(rooms)
+    d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = [room.result for room in rooms]
+    if gain is not None and d_gain is None:
+        assert rooms[-1].rows is not None
+        d_gain = rooms[-1].rows.sum().view(gain.shape).to(gain.dtype)
+    results = dx, d_residual, d_prior_mean, d_prior_var, d_gain, d_weight, d_bias
+    return [t for t in results if t is not None]
+
+
+@functools.lru_cache(maxsize=KEPT)
+def backward_launches(
+    shape: Shape,
+    how: Launch,
+    device: torch.device,
+    steps: Steps,
+    eps: float,
+    relu: bool,
+    residual: bool,
+    to_bias: bool,
+    arrived: tuple[bool, bool],
+) -> tuple[Ready, ...]:
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    # With a residual the output tells what a ReLU let through.
+    affine = {"WEIGHT": steps.weight is not None, "BIAS": steps.bias is not None, "RELU": relu and not residual}
+    looking = tile_of(shape, how, device) | affine
+    options = looking | {
+        "PRIOR": steps.prior_mean is not None,
+        "TO_BIAS": to_bias,
+        "AT_POSTERIOR": arrived[0],
+        "AT_OBSERVATION": arrived[1],
+    }
+    blocks = blocks_of(shape.C * how.K, how.BC) * shape.groups
+    masked = {"RESIDUAL": residual}
+    if how.held:
+        return (Ready(held.held_backward_kernel, (blocks,), (*sizes, *rows, eps), options | masked),)
+    if how.splits == 0:
+        return (Ready(gradient.backward_kernel, (blocks,), (*sizes, how.chunks, *rows, eps), options | masked),)
+    grid, share, abreast = (blocks * how.splits,), (how.splits, how.chunks), {"K": how.K}
+    merging = options | abreast | {"BS": how.merged}
+    return (
+        Ready(gradient.backward_reduce_kernel, grid, (*sizes, *share, *rows[:2], eps), looking | abreast | masked),
+        Ready(gradient.backward_apply_kernel, grid, (*sizes, *share, *rows, eps), merging),
+    )
+
+
+def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
+    tile = {"BR": how.BR, "BC": how.BC, "V": shape.abreast(how.K).vector, "num_warps": how.warps}
+    tile |= {"CHANNELS_LAST": shape.channels_last, "EVEN": how.even(shape)}
+    return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
+
+
+class Room(NamedTuple):
+    """Where the kernels leave a parameter's gradient, a row per group (G, C), and the gradient in its own shape."""
+
+    rows: Tensor | None
+    result: Tensor | None
+    folds: bool
+    """Whether `result` is yet to be summed from the rows; else it is a view of them, or a single number."""
+
+
+NO_ROOM = Room(None, None, False)
+
+
+def room_for(parameter: Tensor | None, like: Tensor) -> Room:
+    """`like` are rows (G, C) in float32."""
+    return NO_ROOM if parameter is None else room_of(parameter.shape, parameter.dtype, like)
+
+
+def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
+    values = math.prod(shape)
+    if values == like.numel():
+        rows = torch.empty_like(like, dtype=dtype)
+        return Room(rows, rows if shape == like.shape else rows.view(shape), False)
+    result = None if values < like.shape[1] else torch.empty(shape, device=like.device, dtype=dtype)
+    return Room(torch.empty_like(like), result, values == like.shape[1])
+
+
+def fold(rooms: Sequence[Room]) -> None:
+    """Sum what is yet to be summed, all in one launch."""
+    folding = [room for room in rooms if room.folds]
+    if not folding:
+        return
+    assert folding[0].rows is not None
+    G, C = folding[0].rows.shape
+    missing = [None] * (5 - len(folding))
+    sources, targets = [room.rows for room in folding], [room.result for room in folding]
+    BG, BC = min(power(G), 64), 16
+    grid = blocks_of(C, BC), len(folding)
+    ready(gradient.fold_kernel, grid, folding[0].rows.device, COUNT=len(folding), BG=BG, BC=BC)(
+        *sources, *missing, *targets, *missing, G, C
+    )
+
+
+def try_out(device: torch.device) -> None:
+    """Build and launch the smallest kernel; raises where Triton cannot."""
+    rows = torch.zeros((2, 1), device=device)
+    fold([Room(rows, torch.empty(1, device=device), True)])
+
+
+class Steps(NamedTuple):
+    """From one group's row of a parameter to the next, 0 where one row is for all; of the gain, from channel to
+    channel. None where there is no such parameter.
+    """
+
+    weight: int | None
+    bias: int | None
+    prior_mean: int | None
+    prior_var: int | None
+    gain: int | None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(step or 0 for step in self)
+
+
+def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], Steps]:
+    """γ, β, the prior's moments and the gain, such that rows lie together."""
+    laid: list[Tensor | None] = []
+    steps: list[int | None] = []
+    for rows in parameters:
+        step: int | None = None
+        if rows is not None:
+            strides = rows.stride()
+            if len(strides) != 2 or strides[1] != 1:
+                rows = rows.contiguous()
+                strides = rows.stride()
+            step = strides[0] if len(strides) == 2 and rows.shape[0] > 1 else 0
+        laid.append(rows)
+        steps.append(step)
+    if (gain := laid[-1]) is not None:  # rows (G, C) of a gain are equal, for its gradients' sake: the first serves
+        steps[-1] = 1 if gain.numel() > 1 else 0
+    return laid, Steps(*steps)
+
+
+def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients at a mean and a variance, row behind row: both, or none at all."""
+    mean, var = (None if grad is None else grad.contiguous() for grad in grads)
+    if mean is None and var is not None:
+        mean = torch.zeros_like(var)
+    if var is None and mean is not None:
+        var = torch.zeros_like(mean)
+    return mean, var

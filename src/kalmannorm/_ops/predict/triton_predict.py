@@ -1,0 +1,212 @@
+"""The prior of a learned transition, and the gain, in one launch; their gradients in two.
+
+    forward    mean_p = A mean    var_p = (A∘A) var + |r|    q = gain_of(logit)
+    backward   dA = dmeanᵀ mean + 2 A ∘ (dvarᵀ var)    dmean A    dvar (A∘A)    Σ dvar    q' dq
+
+Every launch reads A once. Sums over outputs are left as shares, one per block of outputs, and added up in a fixed order
+by the second launch of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm._filter import GAIN_MARGIN
+from kalmannorm._ops.grid import blocks_of, power
+from kalmannorm._ops.triton_launching import ready
+from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+
+MARGIN = tl.constexpr(GAIN_MARGIN)
+
+
+@triton.jit
+def load_rows(rows_ptr, row, rows, column, columns):
+    """A tile of a matrix (rows, columns) that lies together, zero outside."""
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    return tl.load(rows_ptr + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(rows_ptr, row, rows, column, columns, values):
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(rows_ptr + at, values, mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def share_of(logit):
+    return 1.0 / (1.0 + tl.exp(-logit))
+
+
+@triton.jit
+def predict_kernel(
+    mean_ptr, var_ptr, matrix_ptr, noise_ptr, logit_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
+    G, C, P, gain_step,
+    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BC outputs of BG groups; of one group alone where BG is 1."""
+    in_turn(PDL)
+    c, g = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BG + tl.arange(0, BG)
+    if BG == 1:
+        sums = tl.zeros([BC, BP], tl.float32)
+        squares = tl.zeros([BC, BP], tl.float32)
+    else:
+        sums = tl.zeros([BG, BC], tl.float32)
+        squares = tl.zeros([BG, BC], tl.float32)
+    for first in range(0, P, BP):
+        p = first + tl.arange(0, BP)
+        a = load_rows(matrix_ptr, c, C, p, P)
+        mean, var = load_rows(mean_ptr, g, G, p, P), load_rows(var_ptr, g, G, p, P)
+        if BG == 1:
+            sums += a * mean
+            squares += a * a * var
+        else:
+            sums = tl.dot(mean, tl.trans(a), sums, input_precision=PRECISION)
+            squares = tl.dot(var, tl.trans(a * a), squares, input_precision=PRECISION)
+    if BG == 1:
+        prior_mean, prior_var = tl.sum(sums, 1)[None, :], tl.sum(squares, 1)[None, :]
+    else:
+        prior_mean, prior_var = sums, squares
+    store_rows(prior_mean_ptr, g, G, c, C, prior_mean)
+    store_rows(prior_var_ptr, g, G, c, C, prior_var + tl.abs(tl.load(noise_ptr)))
+    mine = (c < C) & (tl.program_id(1) == 0)
+    logit = tl.load(logit_ptr + c * gain_step, mask=mine, other=0.0)
+    tl.store(gain_ptr + c, MARGIN + (1 - 2 * MARGIN) * share_of(logit), mask=mine)
+
+
+@triton.jit
+def predict_backward_kernel(
+    at_mean_ptr, at_var_ptr, mean_ptr, var_ptr, matrix_ptr, at_matrix_ptr, shares_ptr, noise_shares_ptr,
+    G, C, P,
+    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, TO_MATRIX: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BC × BP of A: its gradient, and what these outputs add to the gradients of the moments before."""
+    in_turn(PDL)
+    c, p = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BP + tl.arange(0, BP)
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    a = load_rows(matrix_ptr, c, C, p, P)
+    to_mean, to_var = shares_ptr + block * G * P, shares_ptr + (blocks + block) * G * P
+    of_mean = tl.zeros([BC, BP], tl.float32)
+    of_var = tl.zeros([BC, BP], tl.float32)
+    noise = tl.zeros([BC], tl.float32)
+    for first in range(0, G, BG):
+        g = first + tl.arange(0, BG)
+        at_mean, at_var = load_rows(at_mean_ptr, g, G, c, C), load_rows(at_var_ptr, g, G, c, C)
+        mean, var = load_rows(mean_ptr, g, G, p, P), load_rows(var_ptr, g, G, p, P)
+        noise += tl.sum(at_var, 0)
+        if BG == 1:
+            row_mean, row_var = tl.sum(at_mean, 0)[:, None], tl.sum(at_var, 0)[:, None]
+            of_mean += row_mean * mean
+            of_var += row_var * var
+            store_rows(to_mean, g, G, p, P, sum_of_products(row_mean, a, 0)[None, :])
+            store_rows(to_var, g, G, p, P, sum_of_products(row_var * a, a, 0)[None, :])
+        else:
+            of_mean = tl.dot(tl.trans(at_mean), mean, of_mean, input_precision=PRECISION)
+            of_var = tl.dot(tl.trans(at_var), var, of_var, input_precision=PRECISION)
+            store_rows(to_mean, g, G, p, P, tl.dot(at_mean, a, input_precision=PRECISION))
+            store_rows(to_var, g, G, p, P, tl.dot(at_var, a * a, input_precision=PRECISION))
+    if TO_MATRIX:
+        store_rows(at_matrix_ptr, c, C, p, P, of_mean + 2.0 * a * of_var)
+    tl.store(noise_shares_ptr + block, tl.sum(noise, 0), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def predict_fold_kernel(
+    shares_ptr, noise_shares_ptr, noise_ptr, logit_ptr, at_gain_ptr,
+    to_mean_ptr, to_var_ptr, to_noise_ptr, to_logit_ptr,
+    blocks, values, C, gain_step,
+    BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Shares added up, BV values in each program; and what belongs to the noise and the gain."""
+    in_turn(PDL)
+    at = tl.program_id(0) * BV + tl.arange(0, BV)
+    to_mean = tl.zeros([BV], tl.float32)
+    to_var = tl.zeros([BV], tl.float32)
+    for block in range(blocks):
+        to_mean += tl.load(shares_ptr + block * values + at, mask=at < values, other=0.0)
+        to_var += tl.load(shares_ptr + (blocks + block) * values + at, mask=at < values, other=0.0)
+    tl.store(to_mean_ptr + at, to_mean, mask=at < values)
+    tl.store(to_var_ptr + at, to_var, mask=at < values)
+    if tl.program_id(0) == 0:
+        share = tl.arange(0, BS)
+        total = tl.sum(tl.load(noise_shares_ptr + share, mask=share < blocks, other=0.0), 0)
+        noise = tl.load(noise_ptr)
+        tl.store(to_noise_ptr, tl.where(noise > 0, total, tl.where(noise < 0, -total, 0.0)))
+        if TO_GAIN:
+            sums = tl.zeros([BV], tl.float32)
+            for first in range(0, C, BV):
+                one = first + tl.arange(0, BV)
+                trust = share_of(tl.load(logit_ptr + one * gain_step, mask=one < C, other=0.0))
+                change = (1 - 2 * MARGIN) * trust * (1 - trust) * tl.load(at_gain_ptr + one, mask=one < C, other=0.0)
+                sums += change
+                tl.store(to_logit_ptr + one, change, mask=(one < C) & (gain_step != 0))
+            if gain_step == 0:
+                tl.store(to_logit_ptr, tl.sum(sums, 0))
+
+
+@functools.cache
+def roomy(device: torch.device) -> bool:
+    """Whether tiles of 64 × 64, in stages, fit the shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17
+
+
+@functools.cache
+def precision_on(device: torch.device) -> str:
+    """Of products: where tensor cores take three of TF32 for one, those are as good as float32's own, and faster."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return "ieee"
+    return "tf32x3"
+
+
+def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,), of one logit or of C."""
+    (G, P), C = mean.shape, matrix.shape[0]
+    prior_mean, prior_var = (torch.empty((G, C), device=mean.device, dtype=torch.float32) for _ in range(2))
+    gain = torch.empty(C, device=mean.device, dtype=torch.float32)
+    BG = 1 if G == 1 else min(max(power(G), 16), 64)
+    BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
+    grid, options = (blocks_of(C, BC), blocks_of(G, BG)), {"BG": BG, "BC": BC, "BP": BP}
+    ready(predict_kernel, grid, mean.device, PRECISION=precision_on(mean.device), **options)(
+        mean, var, matrix, noise, logit, prior_mean, prior_var, gain, G, C, P, int(logit.numel() > 1)
+    )
+    return prior_mean, prior_var, gain
+
+
+def backward(
+    at_mean: Tensor,
+    at_var: Tensor,
+    at_gain: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    matrix: Tensor,
+    noise: Tensor,
+    logit: Tensor,
+    to_matrix: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Gradients of mean, var, A if it is asked for, noise, and the logit if one arrives at the gain."""
+    (G, P), C = mean.shape, matrix.shape[0]
+    BG = 1 if G == 1 else min(max(power(G), 16), 32)
+    wide = C * P >= 64 * 64 * 132 and roomy(mean.device)
+    BC, BP = (min(max(power(size), 16), 64 if wide else 32) for size in (C, P))
+    blocks = blocks_of(C, BC)
+    shares = torch.empty((2, blocks, G, P), device=mean.device, dtype=torch.float32)
+    noise_shares = torch.empty(blocks, device=mean.device, dtype=torch.float32)
+    at_matrix = torch.empty_like(matrix) if to_matrix else None
+    options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(mean.device)}
+    ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), mean.device, **options)(
+        at_mean, at_var, mean, var, matrix, at_matrix, shares, noise_shares, G, C, P
+    )
+    to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
+    to_logit = None if at_gain is None else torch.empty_like(logit)
+    BV = 256
+    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": at_gain is not None}
+    ready(predict_fold_kernel, (blocks_of(G * P, BV),), mean.device, **options)(
+        shares, noise_shares, noise, logit, at_gain, to_mean, to_var, to_noise, to_logit,
+        blocks, G * P, C, int(logit.numel() > 1),
+    )  # fmt: skip
+    return to_mean, to_var, at_matrix, to_noise, to_logit

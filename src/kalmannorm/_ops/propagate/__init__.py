@@ -1,0 +1,1 @@
+"""Propagate: carry moments through many layers at once, to compute the priors of many norms together."""

@@ -1,0 +1,361 @@
+"""Bundles on any device, in PyTorch's own operations: values and gradients in closed form, and values spelt out.
+
+One matrix holds all entries, (2, entries): means and variances. Alike functions of a level are one operation each,
+whatever layers they belong to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kalmannorm._filter import gain_of, gain_slope
+from kalmannorm._ops.propagate import aten_layers
+from kalmannorm._ops.propagate.bundle import RELU, Bundle, Elementwise, Function, Layer
+from kalmannorm.moments import Moments, add, closed, product, subtract
+from kalmannorm.moments.activations import DENSITY, piecewise, through
+from kalmannorm.moments.linear import group_weight, through_layer
+from kalmannorm.moments.windows import windows
+
+SMOOTH: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+}
+"""Functions that are integrated by quadrature."""
+
+
+def _with_slope(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    # Not by autograd: inside a checkpointed model the hooks of its saved tensors would see that.
+    values = SMOOTH[name](x)
+    if name == "tanh":
+        return values, 1 - values.square()
+    if name == "gelu":
+        return values, torch.special.ndtr(x) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    share = values if name == "sigmoid" else torch.sigmoid(x)
+    slope = share * (1 - share)
+    return values, slope if name == "sigmoid" else torch.addcmul(share, x, slope)
+
+
+Where = slice | Tensor
+"""Entries: neighbours, or an index on the device."""
+PASSES = False
+"""Whether what a bundle passes shall pass through it: elsewhere a gradient more is one of many in a kernel, here it
+would be another operation."""
+Tensors = Sequence[Tensor]
+Left = tuple[Tensor | None, ...]
+_NONE: Left = ()
+
+
+class Values(NamedTuple):
+    """All entries, the gains, and what every piece of work leaves for its gradients, in order."""
+
+    entries: Tensor
+    gains: Sequence[Tensor]
+    left: list[Left]
+
+
+class _Work(NamedTuple):
+    a: Where
+    b: Where | None
+    out: slice
+
+
+class _Ready(NamedTuple):
+    """Where the work of a bundle finds its entries on a device."""
+
+    elementwise: list[list[tuple[Elementwise, _Work]]]
+    layers: list[list[tuple[Layer, _Work]]]
+    results: list[Where]
+    together: Tensor  # the entries of all results
+    device: torch.device
+    geometries: dict[Any, aten_layers.Geometry]
+
+    def geometry(self, layer: Layer, dtype: torch.dtype) -> aten_layers.Geometry:
+        if (layer.axes, dtype) not in self.geometries:
+            self.geometries[layer.axes, dtype] = aten_layers.geometry(layer, dtype, self.device)
+        return self.geometries[layer.axes, dtype]
+
+
+def _ready(bundle: Bundle, device: torch.device) -> _Ready:
+    if ("aten", device) not in bundle.tables:
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            bundle.tables["aten", device] = _Ready(
+                [[(each, _work(each, each.stop, device)) for each in stage.elementwise] for stage in bundle.stages],
+                [
+                    [(each, _work(each, each.start + each.outputs, device)) for each in stage.layers]
+                    for stage in bundle.stages
+                ],
+                [_where(result, device) for result in bundle.results],
+                torch.cat(bundle.results).to(device),
+                device,
+                {},
+            )
+    ready: _Ready = bundle.tables["aten", device]
+    return ready
+
+
+def _work(each: Elementwise | Layer, stop: int, device: torch.device) -> _Work:
+    b = each.b if isinstance(each, Elementwise) else None
+    return _Work(_where(each.a, device), None if b is None else _where(b, device), slice(each.start, stop))
+
+
+def _where(index: Tensor, device: torch.device) -> Where:
+    start, count = int(index[0]), index.numel()
+    together = torch.equal(index, torch.arange(start, start + count))
+    return slice(start, start + count) if together else index.to(device)
+
+
+def _taken(entries: Tensor, where: Where) -> Tensor:
+    return entries[:, where] if isinstance(where, slice) else entries.index_select(1, where)
+
+
+def _added(entries: Tensor, where: Where, grads: Tensor) -> None:
+    if isinstance(where, slice):
+        entries[:, where] += grads
+    else:  # unlike index_add_, the same every time on a GPU too
+        for row, grad in zip(entries, grads, strict=True):
+            row.index_put_((where,), grad, accumulate=True)
+
+
+def leaf_rows(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """β and γ of all beliefs, one after the other."""
+
+    def row(places: list[tuple[int | None, int]], missing: float) -> Tensor:
+        parts = [
+            torch.full((size,), missing, dtype=dtype, device=device) if place is None else tensors[place].to(dtype)
+            for place, size in places
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+
+    return (
+        row([(belief.bias, belief.size) for belief in bundle.beliefs], 0.0),
+        row([(belief.weight, belief.size) for belief in bundle.beliefs], 1.0),
+    )
+
+
+def _leaves(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Tensor:
+    bias, weight = leaf_rows(bundle, tensors, dtype, device)
+    rows = (
+        [bias, *(tensors[each.mean][0] for each in bundle.given)],
+        [
+            weight.square(),
+            *(tensors[each.var][0] for each in bundle.given),
+        ],
+    )
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
+    ready, left = _ready(bundle, device), list[Left]()
+    entries = torch.empty((2, bundle.entries), dtype=dtype, device=device)
+    entries[:, : bundle.leaves] = _leaves(bundle, tensors, dtype, device)
+    for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
+        for each, work in elementwise:
+            left.append(_apply(each.function, entries, work, gradients))
+        for layer, work in layers:
+            weight, seen = tensors[layer.weight].to(dtype), ready.geometry(layer, dtype)
+            mean, var, away = aten_layers.forward(layer, _taken(entries, work.a), weight, seen)
+            if layer.bias is not None:
+                mean = mean + tensors[layer.bias]
+            entries[0, work.out], entries[1, work.out] = mean, var
+            left.append((away,))
+    return Values(entries, _gains(bundle, tensors), left)
+
+
+def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
+    """Means and variances, each (1, C); copied, for views would keep all entries."""
+    ready = _ready(bundle, values.entries.device)
+    parts = values.entries.index_select(1, ready.together).split([result.numel() for result in bundle.results], 1)  # type: ignore[no-untyped-call]
+    return [(part[:1], part[1:]) for part in parts]
+
+
+def _gains(bundle: Bundle, tensors: Tensors) -> list[Tensor]:
+    if not bundle.gains:
+        return []
+    gains = gain_of(torch.cat([tensors[gain.logit].reshape(-1) for gain in bundle.gains]))
+    parts = torch.split(gains, [gain.logits for gain in bundle.gains])
+    return [part.view(tensors[gain.logit].shape) for part, gain in zip(parts, bundle.gains, strict=True)]
+
+
+def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    weight = tensors[layer.weight].to(dtype)
+    return group_weight(layer.a.numel(), weight, layer.groups, layer.transposed) if layer.axes else weight.unsqueeze(0)
+
+
+def _apply(function: Function, entries: Tensor, work: _Work, gradients: bool) -> Left:
+    out, a = entries[:, work.out], _taken(entries, work.a)
+    if work.b is not None:
+        b = _taken(entries, work.b)
+        if function.kind == "add":
+            out[:] = a + b
+        elif function.kind == "subtract":
+            out[0], out[1] = a[0] - b[0], a[1] + b[1]
+        else:
+            out[0], out[1], _ = product(Moments(a[:1], a[1:]), Moments(b[:1], b[1:]))
+        return _NONE
+    if function.kind == "affine":
+        scale, shift, spread = function.numbers
+        out[0], out[1] = a[0] * scale + shift, a[1] * spread
+        return _NONE
+    if function.kind == "smooth":
+        if not gradients:
+            found = through(Moments(a[:1], a[1:]), SMOOTH[function.name])
+            out[0], out[1] = found.mean[0], found.var[0]
+            return _NONE
+        value, result, kept = closed.quadrature(a[:1], a[1:], partial(_with_slope, function.name), DENSITY)
+        out[0], out[1] = value[0], result[0]
+        return kept
+    mean, var = a.to(closed.working_dtype(a))
+    if function == RELU:
+        value, result, kept = closed.relu(mean, var)
+    else:
+        value, result, kept = closed.piecewise(mean, var, closed.Piecewise(function.knots, function.pieces))
+    out[0], out[1] = value, result
+    return kept if gradients else _NONE
+
+
+def backward(
+    bundle: Bundle,
+    tensors: Tensors,
+    values: Values,
+    at: Sequence[tuple[Tensor | None, Tensor | None]],
+    at_gains: Sequence[Tensor | None],
+    at_passed: Sequence[Tensor | None],
+    asked: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of the tensors that are asked for, from those of means and variances, gains and what is passed."""
+    entries = values.entries
+    ready, left = _ready(bundle, entries.device), list(values.left)
+    grads = torch.zeros_like(entries)
+    for where, pair in zip(ready.results, at, strict=True):
+        if pair[0] is not None or pair[1] is not None:
+            rows = [torch.zeros_like(entries[0, : _size(where)]) if grad is None else grad.reshape(-1) for grad in pair]
+            _added(grads, where, torch.stack(rows))
+    found: list[Tensor | None] = [None] * len(tensors)
+    for elementwise, layers in zip(reversed(ready.elementwise), reversed(ready.layers), strict=True):
+        for layer, work in reversed(layers):
+            seen = ready.geometry(layer, entries.dtype)
+            _layer_gradient(layer, work, entries, grads, tensors, left.pop()[0], seen, asked, found)
+        for each, work in reversed(elementwise):
+            _function_gradient(each.function, work, entries, grads, left.pop())
+    _leaf_gradients(bundle, tensors, grads, found)
+    for place, grad in zip(bundle.passed, at_passed, strict=False):
+        more = found[place]
+        found[place] = more if grad is None else grad if more is None else more + grad
+    _gain_gradients(bundle, tensors, at_gains, found)
+    return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _size(where: Where) -> int:
+    return where.stop - where.start if isinstance(where, slice) else where.numel()
+
+
+def _layer_gradient(
+    layer: Layer,
+    work: _Work,
+    entries: Tensor,
+    grads: Tensor,
+    tensors: Tensors,
+    away: Tensor | None,
+    seen: aten_layers.Geometry,
+    asked: Sequence[bool],
+    found: list[Tensor | None],
+) -> None:
+    weight, given, at = tensors[layer.weight], _taken(entries, work.a), grads[:, work.out]
+    d_given, d_weight = aten_layers.backward(
+        layer, at, given, weight.to(entries.dtype), away, seen, asked[layer.weight]
+    )
+    _added(grads, work.a, d_given)
+    if d_weight is not None:
+        found[layer.weight] = d_weight.to(weight.dtype)
+    if layer.bias is not None:
+        found[layer.bias] = at[0].to(tensors[layer.bias].dtype)
+
+
+def _function_gradient(function: Function, work: _Work, entries: Tensor, grads: Tensor, left: Left) -> None:
+    at = grads[:, work.out].clone()
+    if work.b is not None:
+        if function.kind == "product":
+            a, b = _taken(entries, work.a), _taken(entries, work.b)
+            _added(grads, work.a, _product_gradient(at, a, b))
+            _added(grads, work.b, _product_gradient(at, b, a))
+            return
+        _added(grads, work.a, at)
+        _added(grads, work.b, torch.stack([-at[0], at[1]]) if function.kind == "subtract" else at)
+        return
+    if function.kind == "affine":
+        scale, _, spread = function.numbers
+        _added(grads, work.a, torch.stack([at[0] * scale, at[1] * spread]))
+        return
+    kept: Any = left
+    gradient = closed.relu_gradient if function == RELU else closed.jacobian_gradient
+    d_mean, d_var = gradient(kept, *at.to(kept[0].dtype))
+    _added(grads, work.a, torch.stack([d_mean.reshape(-1), d_var.reshape(-1)]).to(grads.dtype))
+
+
+def _product_gradient(at: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([at[0] * b[0] + 2 * at[1] * b[1] * a[0], at[1] * (b[1] + b[0].square())])
+
+
+def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list[Tensor | None]) -> None:
+    _, weights = leaf_rows(bundle, tensors, grads.dtype, grads.device)
+    by_weight = grads[1, : weights.numel()] * weights * 2
+    start = 0
+    for belief in bundle.beliefs:
+        stop = start + belief.size
+        for place, row in ((belief.bias, grads[0]), (belief.weight, by_weight)):
+            if place is not None:
+                found[place] = row[start:stop].to(tensors[place].dtype)
+        start = stop
+    for given in bundle.given:
+        found[given.mean], found[given.var] = grads[:, start : start + given.size].unsqueeze(1)
+        start += given.size
+
+
+def _gain_gradients(bundle: Bundle, tensors: Tensors, at: Sequence[Tensor | None], found: list[Tensor | None]) -> None:
+    logits = [tensors[gain.logit].reshape(-1) for gain in bundle.gains]
+    if any(grad is not None for grad in at):
+        grads = [torch.zeros_like(x) if grad is None else grad.reshape(-1) for x, grad in zip(logits, at, strict=True)]
+        slopes = gain_slope(torch.cat(logits)) * torch.cat(grads)
+        for gain, part in zip(bundle.gains, torch.split(slopes, [x.numel() for x in logits]), strict=True):
+            found[gain.logit] = part.view(tensors[gain.logit].shape)
+
+
+def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Means and variances of the results, then the gains, in operations that autograd follows to any order."""
+    entries = _leaves(bundle, tensors, dtype, device)
+    ready = _ready(bundle, device)
+    for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
+        made: list[tuple[Elementwise | Layer, _Work]] = [*elementwise, *layers]
+        for each, work in made:
+            given = [_taken(entries, where) for where in (work.a, work.b) if where is not None]
+            m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
+            entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
+    found = [_taken(entries, where).unsqueeze(1) for where in ready.results]
+    gains = [gain_of(tensors[gain.logit]) for gain in bundle.gains]
+    return [pair[0] for pair in found] + [pair[1] for pair in found] + gains
+
+
+def _one(each: Elementwise | Layer, given: list[Moments], tensors: Tensors, dtype: torch.dtype) -> Moments:
+    if isinstance(each, Layer):
+        around = windows(each.axes, dtype, given[0].mean.device)
+        m = through_layer(given[0], _grouped(each, tensors, dtype), around)
+        return m if each.bias is None else Moments(m.mean + tensors[each.bias], m.var)
+    function = each.function
+    if len(given) == 2:
+        both = add if function.kind == "add" else subtract if function.kind == "subtract" else product
+        return both(*given)
+    if function.kind == "affine":
+        scale, shift, spread = function.numbers
+        return Moments(given[0].mean * scale + shift, given[0].var * spread)
+    if function.kind == "smooth":
+        return through(given[0], SMOOTH[function.name])
+    return piecewise(given[0], function.knots, function.pieces)

@@ -1,0 +1,97 @@
+"""Convolutions and linear layers of a bundle in few of PyTorch's own operations: one row of moments, dense weights.
+
+The equations are those of `moments/linear.py`, which also does the layers with groups. Here the weight is one matrix
+(K, C T), and what a kind of position sees is one small matrix (kinds, taps) over all axes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.propagate.bundle import Layer
+from kalmannorm.moments.linear import convolved, convolved_gradient, group_weight
+from kalmannorm.moments.windows import windows
+
+
+class Geometry(NamedTuple):
+    """Which taps each kind of position sees (kinds, taps), the shares of kinds and of taps, the identity on taps."""
+
+    inside: Tensor
+    of_kinds: Tensor
+    of_taps: Tensor
+    apart: Tensor
+
+
+def geometry(layer: Layer, dtype: torch.dtype, device: torch.device) -> Geometry:
+    with torch.inference_mode(False):  # what is kept must serve a training step too
+        *rows, of_kinds, of_taps = windows(layer.axes, dtype, device)
+        inside = torch.ones((1, 1), dtype=dtype, device=device)
+        for row in rows:
+            inside = torch.kron(inside, row)
+        apart = torch.eye(of_taps.numel(), dtype=dtype, device=device)
+        return Geometry(inside, of_kinds.flatten(), of_taps.flatten(), apart)
+
+
+def _dense(layer: Layer) -> bool:
+    return layer.groups == 1 and not layer.transposed
+
+
+def _grouped(layer: Layer, weight: Tensor) -> Tensor:
+    return group_weight(layer.a.numel(), weight, layer.groups, layer.transposed)
+
+
+def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From moments (2, C): mean and variance (K,), and how far from the mean each kind of position lies (K, kinds)."""
+    if not _dense(layer):
+        around = windows(layer.axes, given.dtype, given.device)
+        mean, var, away = convolved(given[:1], given[1:], _grouped(layer, weight), *around)
+        return mean[0], var[0], away
+    taps = seen.of_taps.numel()
+    matrix = weight.reshape(layer.outputs, -1)
+    weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
+    var = torch.mv(matrix.square(), weighted[1])
+    if len(seen.of_kinds) == 1:
+        return torch.mv(matrix, weighted[0]), var, None
+    sums = (given[:1] @ matrix.view(layer.outputs, -1, taps)).squeeze(1)  # (K, taps)
+    means = sums @ seen.inside.t()
+    mean = torch.mv(means, seen.of_kinds)
+    away = means - mean.unsqueeze(1)
+    return mean, torch.addmv(var, away.square(), seen.of_kinds), away
+
+
+def backward(
+    layer: Layer, at: Tensor, given: Tensor, weight: Tensor, away: Tensor | None, seen: Geometry, asked: bool
+) -> tuple[Tensor, Tensor | None]:
+    """From gradients (2, K) those at the moments, (2, C), and at the weight if it is asked for."""
+    if not _dense(layer):
+        around = windows(layer.axes, given.dtype, given.device)
+        at_both, both = (at[:1], at[1:]), (given[:1], given[1:], _grouped(layer, weight))
+        mean, var, d_weight = convolved_gradient(at_both, both, away, around, (True, True, asked))
+        assert mean is not None and var is not None
+        if d_weight is not None:
+            d_weight = (d_weight.transpose(1, 2) if layer.transposed else d_weight).reshape(layer.shape)
+        return torch.cat([mean, var]), d_weight
+    taps = seen.of_taps.numel()
+    matrix = weight.reshape(layer.outputs, -1)
+    by_tap = torch.mv(matrix.square().t(), at[1])
+    if taps == 1:
+        at_taps = at[0].unsqueeze(1)
+        moments = torch.stack([torch.mv(matrix.t(), at[0]), by_tap])
+    else:
+        if away is None:
+            at_taps = at[0].unsqueeze(1) * seen.of_taps
+        else:
+            at_kinds = torch.addcmul(at[0].unsqueeze(1), at[1].unsqueeze(1), away, value=2) * seen.of_kinds
+            at_taps = at_kinds @ seen.inside  # (K, taps)
+        sums = (matrix.view(layer.outputs, -1, taps) @ at_taps.unsqueeze(2)).sum((0, 2))
+        moments = torch.stack([sums, torch.mv(by_tap.view(-1, taps), seen.of_taps)])
+    if not asked:
+        return moments, None
+    weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
+    d_weight = torch.mul(matrix, weighted[1] * 2).mul_(at[1].unsqueeze(1))
+    # A product of matrices: an elementwise one crawls along a few taps.
+    spread = given[:1] if taps == 1 else (given[0].unsqueeze(1) * seen.apart.unsqueeze(1)).flatten(1)
+    return moments, d_weight.addmm_(at_taps, spread).view(layer.shape)

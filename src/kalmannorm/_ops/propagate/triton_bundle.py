@@ -1,0 +1,259 @@
+"""Bundles on Triton's kernels, with the arguments and results of `bundle_aten.py`; float32, on CUDA devices.
+
+Launches, however many layers there are: forward a concatenation, the leaves, for each stage a tape and one launch for
+each kind of tile, and the results. Backward three concatenations of what arrives, for each stage two launches for each
+kind of tile and a tape, and the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm._filter import GAIN_MARGIN
+from kalmannorm._ops.grid import blocks_of
+from kalmannorm._ops.propagate import triton_elementwise as moments
+from kalmannorm._ops.propagate import triton_layers as layers
+from kalmannorm._ops.propagate import triton_leaves as leaves_of
+from kalmannorm._ops.propagate.aten import Tensors, Values
+from kalmannorm._ops.propagate.bundle import Bundle
+from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
+from kalmannorm._ops.triton_launching import ready
+from kalmannorm.moments.activations import DENSITY
+from kalmannorm.moments.closed import nodes_and_weights
+
+BLOCK = 128
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PASSES = True
+KEPT = 4
+"""Sets of weights whose tables are kept, the last ones used."""
+
+
+def applies(bundle: Bundle, tensors: Tensors) -> bool:
+    """Whether the weights are such that the kernels can read them."""
+    of_layers = [layer for stage in bundle.stages for layer in stage.layers]
+    read = [tensors[layer.weight] for layer in of_layers]
+    read += [tensors[layer.bias] for layer in of_layers if layer.bias is not None]
+    same = all(tensor.dtype == read[0].dtype and lies_together(tensor) for tensor in read)
+    return same and all(tensor.dtype in TYPES for tensor in tensors)
+
+
+def _tables(bundle: Bundle, device: torch.device) -> Tables:
+    if ("triton", device) not in bundle.tables:
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            bundle.tables["triton", device] = tables_of(bundle, device)
+    tables: Tables = bundle.tables["triton", device]
+    return tables
+
+
+def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
+    """The table of layers, written again where a weight lies elsewhere than the last times."""
+    places = [(tensors[layer.weight], wanted[layer.weight]) for layer in tables.layers]
+    biases = tuple(tensors[layer.bias].data_ptr() for layer in tables.layers if layer.bias is not None)
+    key = tuple((t.data_ptr(), t.stride(), want) for t, want in places), biases
+    bound = tables.bound.get(key)
+    if bound is None:
+        with torch.inference_mode(False):
+            bound = bind(bundle, tables, tensors, wanted)
+        for other in [other for other, old in tables.bound.items() if not old.captured][: 1 - KEPT]:
+            tables.bound.pop(other, None)
+        tables.bound[key] = bound
+    if bound.table.is_cuda and torch.cuda.is_current_stream_capturing():
+        bound.captured = True  # the graph will read this table for as long as it lives
+    return bound
+
+
+def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> Tensor:
+    """Zeros or ones that are made once: a captured graph goes on reading them."""
+    key = value, device
+    if key not in bundle.tables:
+        with torch.inference_mode(False):
+            most = max(bundle.entries, size, *(gain.channels for gain in bundle.gains))
+            bundle.tables[key] = torch.full((most,), value, device=device)
+    constant: Tensor = bundle.tables[key]
+    return constant[:size]
+
+
+def _weights(bundle: Bundle, device: torch.device) -> Tensor:
+    if ("nodes", device) not in bundle.tables:
+        with torch.inference_mode(False):
+            bundle.tables["nodes", device] = nodes_and_weights(DENSITY, torch.zeros(()))[1].flatten().to(device)
+    weights: Tensor = bundle.tables["nodes", device]
+    return weights
+
+
+def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
+    """All small tensors, one after the other: β and given means, γ and given variances, logits of gains."""
+
+    def part(place: int | None, size: int, missing: float) -> Tensor:
+        return _constant(bundle, missing, size, device) if place is None else _row(tensors[place])
+
+    means = [part(each.bias, each.size, 0.0) for each in bundle.beliefs]
+    spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
+    means += [_row(tensors[each.mean]) for each in bundle.given]
+    spreads += [_row(tensors[each.var]) for each in bundle.given]
+    return torch.cat([*means, *spreads, *(_row(tensors[gain.logit]) for gain in bundle.gains)])
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """(C,), and no view of it where it is that already."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def _beliefs(bundle: Bundle) -> int:
+    return sum(each.size for each in bundle.beliefs)
+
+
+def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
+    tables = _tables(bundle, device)
+    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
+    type_of = _type(tables, tensors)
+    flat, channels = _flat(bundle, tensors, device), tables.logits.numel()
+    E, leaves = bundle.entries, bundle.leaves
+    entries = torch.empty((2, E), device=device, dtype=torch.float32)
+    gains = torch.empty(channels, device=device, dtype=torch.float32)
+    sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+    ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK)(
+        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN
+    )
+    slopes: list[Tensor] = []
+    for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
+        for tape in tapes:
+            T = tape.instructions[0].numel()
+            if gradients:
+                slopes.append(torch.empty((4, T), device=device, dtype=torch.float32))
+            ready(moments.tape_kernel, (tape.depths.numel(),), device, SLOPES=gradients, **_options(tape))(
+                entries, E, slopes[-1] if gradients else None, T, *tape.instructions, tape.offsets, tape.depths,
+                tables.numbers, _weights(bundle, device),
+            )  # fmt: skip
+        for tile, grouped, work in stage.forward:
+            options = tile._asdict() | {"TYPE": type_of, "GROUPED": grouped}
+            ready(layers.layers_kernel, (work.shape[0],), device, **options)(
+                entries, sums, bound.table, work, tables.index, tables.geometry, E
+            )
+    # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
+    return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat, *slopes)])
+
+
+def _options(tape: Tape) -> dict[str, Any]:
+    return {
+        "LANES": LANES,
+        "HAS_PIECEWISE": tape.piecewise,
+        "HAS_SMOOTH": tape.smooth,
+        "NODES": 16 * DENSITY + 1,
+        "DENSITY": DENSITY,
+        "num_warps": 2,
+    }
+
+
+def _type(tables: Tables, tensors: Tensors) -> Any:
+    return TYPES[tensors[tables.layers[0].weight].dtype] if tables.layers else tl.float32
+
+
+def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
+    """Means and variances, each (1, C)."""
+    tables = _tables(bundle, values.entries.device)
+    sizes = [result.numel() for result in bundle.results]
+    means, variances = values.entries.index_select(1, tables.results).split(1)  # type: ignore[no-untyped-call]
+    return list(zip(means.split(sizes, 1), variances.split(sizes, 1), strict=True))
+
+
+def backward(
+    bundle: Bundle,
+    tensors: Tensors,
+    values: Values,
+    at: Sequence[tuple[Tensor | None, Tensor | None]],
+    at_gains: Sequence[Tensor | None],
+    at_passed: Sequence[Tensor | None],
+    asked: Sequence[bool],
+) -> list[Tensor | None]:
+    entries, ((sums, flat, *slopes),) = values.entries, values.left
+    assert sums is not None and flat is not None
+    device, E = entries.device, bundle.entries
+    tables = _tables(bundle, device)
+    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
+    type_of, S = _type(tables, tensors), tables.slots
+    slots = torch.empty((2, S), device=device, dtype=torch.float32)
+    arrived = tables.results.numel()
+    for row in range(2):
+        parts = [
+            _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
+            for result, pair in zip(bundle.results, at, strict=True)
+        ]
+        torch.cat(parts, 1, out=slots[row : row + 1, 2 * E : 2 * E + arrived])
+    gathered = torch.empty((2, E), device=device, dtype=torch.float32)
+    at_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+    weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
+    uses = (slots, S, *tables.uses)
+    for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
+        for tile, _, work in stage.forward:
+            ready(layers.rows_backward_kernel, (work.shape[0],), device, BK=tile.BK, TP=tile.TP)(
+                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses
+            )
+        for tile, depthwise, work in stage.backward:
+            options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
+            ready(layers.layers_backward_kernel, (work.shape[0],), device, **options)(
+                entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E
+            )
+        for tape in reversed(tapes):
+            ready(moments.tape_backward_kernel, (tape.depths.numel(),), device, LANES=LANES, num_warps=2)(
+                entries, E, slopes.pop(), tape.instructions[0].numel(), *uses, *tape.instructions,
+                tape.offsets, tape.depths,
+            )  # fmt: skip
+    small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
+    passed = _passed(bundle, at_passed, device)
+    ready(
+        leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, PASSED=passed is not None, BLOCK=BLOCK
+    )(flat, small, passed, *uses, leaves, _beliefs(bundle))
+    if bundle.gains:
+        grads = [
+            _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
+            for gain, grad in zip(bundle.gains, at_gains, strict=True)
+        ]
+        ready(leaves_of.gains_backward_kernel, (len(grads),), device, BLOCK=4 * BLOCK)(
+            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN
+        )
+    found = _unflattened(bundle, tensors, small)
+    for layer, start in zip(tables.layers, bound.starts, strict=True):
+        weight = tensors[layer.weight]
+        if start is not None:
+            found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
+        if layer.bias is not None:
+            found[layer.bias] = gathered[0, layer.start : layer.start + layer.outputs].to(tensors[layer.bias].dtype)
+    return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _passed(bundle: Bundle, grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """What arrived at the β and then at the γ of all beliefs, zero where nothing did."""
+    if all(grad is None for grad in grads):
+        return None
+    arrived = dict(zip(bundle.passed, grads, strict=True))
+    places = [(each.bias, each.size) for each in bundle.beliefs] + [(each.weight, each.size) for each in bundle.beliefs]
+    found = [(None if place is None else arrived.get(place), size) for place, size in places]
+    rows = torch.empty(2 * _beliefs(bundle), device=device, dtype=torch.float32)
+    torch.cat([_constant(bundle, 0.0, size, device) if grad is None else grad for grad, size in found], out=rows)
+    return rows
+
+
+def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
+    return tensors[tables.layers[0].weight].dtype if tables.layers else torch.float32
+
+
+def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor | None]:
+    """Gradients in the order of `_flat`, each with its tensor."""
+    places: list[tuple[int | None, int]] = [(each.bias, each.size) for each in bundle.beliefs]
+    places += [(each.mean, each.size) for each in bundle.given]
+    places += [(each.weight, each.size) for each in bundle.beliefs]
+    places += [(each.var, each.size) for each in bundle.given]
+    places += [(gain.logit, gain.logits) for gain in bundle.gains]
+    found: list[Tensor | None] = [None] * len(tensors)
+    for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
+        if place is not None:
+            shape, dtype = tensors[place].shape, tensors[place].dtype
+            part = part if len(shape) == 1 else part.view(shape)
+            found[place] = part if dtype == torch.float32 else part.to(dtype)
+    return found

@@ -1,0 +1,299 @@
+"""What the Triton kernels of a bundle read: tapes, uses of entries, the table of layers and lists of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kalmannorm._ops.propagate.aten import SMOOTH
+from kalmannorm._ops.propagate.aten_layers import geometry
+from kalmannorm._ops.propagate.bundle import Bundle, Elementwise, Function, Gain, Layer
+
+LANES = 64
+"""Of a program that runs a tape."""
+TILE = 2048
+"""Values of a weight that a program looks at together."""
+ROW_WORK = 16384
+"""Values of a weight that a program of the backward goes through."""
+_KINDS = {"add": 1, "subtract": 2, "product": 3, "affine": 4, "piecewise": 5, "smooth": 6}
+_NUMBERS, _COLUMNS = 16, 20
+
+
+class Tape(NamedTuple):
+    """Instructions (blocks of LANES lanes, as deep as their longest): code, a, b, out; where each block begins, how
+    deep it is."""
+
+    instructions: tuple[Tensor, Tensor, Tensor, Tensor]
+    offsets: Tensor
+    depths: Tensor
+    piecewise: bool
+    smooth: bool
+
+
+class Uses(NamedTuple):
+    """For each entry the runs of slots that hold parts of its gradient: from `first[entry]` on; start, step, length."""
+
+    first: Tensor
+    start: Tensor
+    step: Tensor
+    length: Tensor
+
+
+class Tile(NamedTuple):
+    """How a layer is cut; layers of one kind of tile are launched together."""
+
+    BK: int
+    BC: int
+    TP: int
+    TAPS_LAST: bool
+    ONE: bool
+    WIDE: bool
+
+
+class Launches(NamedTuple):
+    """The layers of a stage: for each kind of tile its list of work, forward (layer, block of outputs), those with
+    groups apart, and backward (layer, group, block of inputs, share of outputs), depthwise ones apart."""
+
+    forward: list[tuple[Tile, bool, Tensor]]
+    backward: list[tuple[Tile, bool, Tensor]]
+
+
+@dataclass
+class Tables:
+    """All that depends on the bundle and the device alone."""
+
+    tapes: list[list[Tape]]  # of each stage, one after the other
+    uses: Uses
+    numbers: Tensor
+    index: Tensor
+    geometry: Tensor
+    results: Tensor
+    gains: Tensor  # (gains, 4): where its logits begin, how many they are, where its channels begin, how many
+    logits: Tensor  # of each channel of each gain: where its logit is
+    layers: list[Layer]  # of all stages
+    rows: list[list[int]]  # their rows of the table, but for what depends on the weights
+    slots: int
+    sums: int
+    bound: dict[Any, Bound] = field(default_factory=dict)
+
+
+@dataclass
+class Bound:
+    """What depends on where the weights lie and how: the table of layers, the work, where gradients go."""
+
+    table: Tensor
+    stages: list[Launches]
+    starts: list[int | None]
+    size: int
+    captured: bool = False
+
+
+def power(n: int) -> int:
+    return int(triton.next_power_of_2(max(n, 1)))
+
+
+def tables_of(bundle: Bundle, device: torch.device) -> Tables:
+    functions: dict[Function, int] = {}
+    tapes = [_tapes(stage.elementwise, bundle.entries, functions, device) for stage in bundle.stages]
+    layers = [layer for stage in bundle.stages for layer in stage.layers]
+    results = torch.cat(bundle.results)
+    rows, listed, seen, at, sums = [], list[Tensor](), list[Tensor](), 0, 0
+    slots = 2 * bundle.entries + results.numel()
+    used = [(results, torch.arange(2 * bundle.entries, slots), 0, 1)]
+    places: dict[object, int] = {}
+    for layer in layers:
+        kernel = geometry(layer, torch.float32, torch.device("cpu"))
+        if layer.axes not in places:
+            places[layer.axes] = at
+            seen += [kernel.of_taps, kernel.of_kinds, kernel.inside.flatten()]
+            at += sum(part.numel() for part in seen[-3:])
+        inputs, taps = layer.a.numel(), kernel.of_taps.numel()
+        group_inputs, group_outputs = inputs // layer.groups, layer.outputs // layer.groups
+        share = min(max(ROW_WORK // (min(power(group_inputs), 32) * taps), 1), group_outputs)
+        sizes = [layer.outputs, group_outputs, group_inputs]
+        where = [sum(part.numel() for part in listed), layer.start, places[layer.axes], sums, slots]
+        rows.append([0, 0, 0, *sizes, 0, 0, 0, 0, taps, kernel.of_kinds.numel(), *where, inputs, share, 0])
+        listed.append(layer.a)
+        splits = -(-group_outputs // share)
+        used.append((layer.a, torch.arange(slots, slots + inputs), inputs, splits))
+        slots, sums = slots + splits * inputs, sums + layer.outputs * taps
+    for each in (each for stage in bundle.stages for each in stage.elementwise):
+        out = torch.arange(each.start, each.stop)
+        used.append((each.a, out, 0, 1))
+        if each.b is not None:
+            used.append((each.b, bundle.entries + out, 0, 1))
+    return Tables(
+        tapes,
+        _uses(used, bundle.entries, device),
+        torch.tensor([_numbers(function) for function in functions] or [[0.0] * _NUMBERS]).double().to(device),
+        _integers(torch.cat([*listed, torch.zeros(1)]), device),
+        torch.cat([*seen, torch.zeros(1)]).to(device),
+        results.to(device),
+        *_gains(bundle.gains, device),
+        layers,
+        rows,
+        slots,
+        sums,
+    )
+
+
+def _gains(gains: Sequence[Gain], device: torch.device) -> tuple[Tensor, Tensor]:
+    table, places, logit, channel = [], [torch.zeros(0)], 0, 0
+    for gain in gains:
+        table.append([logit, gain.logits, channel, gain.channels])
+        places.append((logit + torch.arange(gain.logits)).expand(gain.channels))
+        logit, channel = logit + gain.logits, channel + gain.channels
+    return _integers(torch.tensor(table), device), _integers(torch.cat(places), device)
+
+
+def _integers(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(torch.int32).to(device)
+
+
+def _numbers(function: Function) -> list[float]:
+    numbers = list(function.numbers)
+    if function.kind == "piecewise":
+        # With one knot the second parts two equal pieces, and adds nothing.
+        knots = [*function.knots, function.knots[0] + 1.0][:2]
+        pieces = [*function.pieces, function.pieces[-1]][:3]
+        numbers = knots + [c for piece in pieces for c in piece]
+    elif function.kind == "smooth":
+        numbers = [float(list(SMOOTH).index(function.name))]
+    return numbers + [0.0] * (_NUMBERS - len(numbers))
+
+
+def _uses(used: Sequence[tuple[Tensor, Tensor, int, int]], entries: int, device: torch.device) -> Uses:
+    """From (entries, first slot of each, step, length)."""
+    entry = torch.cat([part[0] for part in used])
+    order = torch.argsort(entry, stable=True)
+    first = torch.zeros(entries + 1, dtype=torch.long)
+    first[1:] = torch.bincount(entry, minlength=entries).cumsum(0)
+    start = torch.cat([part[1] for part in used])[order]
+    step = torch.cat([torch.full_like(part[0], part[2]) for part in used])[order]
+    length = torch.cat([torch.full_like(part[0], part[3]) for part in used])[order]
+    return Uses(*(_integers(part, device) for part in (first, start, step, length)))
+
+
+def _tapes(
+    work: Sequence[Elementwise], entries: int, functions: dict[Function, int], device: torch.device
+) -> list[Tape]:
+    """Each entry goes to the lane of its operands; where those lie in two lanes, another tape begins."""
+    tapes: list[list[Tensor]] = [[]]
+    lane, lanes = torch.full((entries,), -1), 0
+    for each in work:
+        operands = [each.a] if each.b is None else [each.a, each.b]
+        of = torch.stack([lane[part] for part in operands])
+        if bool(((of[0] >= 0) & (of[-1] >= 0) & (of[0] != of[-1])).any()):
+            tapes.append([])
+            lane.fill_(-1)
+            of.fill_(-1)
+            lanes = 0
+        own = of.max(0).values
+        fresh = own < 0
+        own[fresh] = torch.arange(lanes, lanes + int(fresh.sum()))
+        lanes += int(fresh.sum())
+        out = torch.arange(each.start, each.stop)
+        lane[out] = own
+        code = _KINDS[each.function.kind] + 8 * functions.setdefault(each.function, len(functions))
+        b = torch.zeros_like(each.a) if each.b is None else each.b
+        tapes[-1].append(torch.stack([own, torch.full_like(own, code), each.a, b, out]))
+    return [_tape(torch.cat(parts, 1), device) for parts in tapes if parts]
+
+
+def _tape(rows: Tensor, device: torch.device) -> Tape:
+    """From (lane, code, a, b, out) in the order of the work."""
+    rows = rows[:, torch.argsort(rows[0], stable=True)]
+    counts = torch.bincount(rows[0])
+    turn = torch.arange(rows.shape[1]) - (counts.cumsum(0) - counts)[rows[0]]
+    longest_first = torch.argsort(counts, descending=True, stable=True)
+    place = torch.empty_like(longest_first)
+    place[longest_first] = torch.arange(counts.numel())
+    depths = counts[longest_first][::LANES]
+    offsets = (depths.cumsum(0) - depths) * LANES
+    where = place[rows[0]]
+    at = offsets[where // LANES] + turn * LANES + where % LANES
+    table = torch.zeros(4, int(depths.sum()) * LANES, dtype=torch.long)
+    table[:, at] = rows[1:]
+    code, a, b, out = (_integers(part, device) for part in table)
+    kinds = set((rows[1] % 8).tolist())
+    return Tape((code, a, b, out), _integers(offsets, device), _integers(depths, device), 5 in kinds, 6 in kinds)
+
+
+def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Bound:
+    """For these weights; `wanted` are those that need a gradient."""
+    rows, starts, size, tiles = [], list[int | None](), 0, list[Tile]()
+    for layer, row in zip(tables.layers, tables.rows, strict=True):
+        weight = tensors[layer.weight]
+        bias = 0 if layer.bias is None else tensors[layer.bias].data_ptr()
+        first, second, tap = _strides(weight)
+        group_outputs, group_inputs, taps = row[4], row[5], row[10]
+        steps = [group_outputs * first, first, second, tap]
+        if layer.transposed:
+            steps = [group_inputs * first, second, first, tap]
+        want = wanted[layer.weight]
+        starts.append(size if want else None)
+        rows.append([weight.data_ptr(), bias, size, *row[3:6], *steps, *row[10:19], int(want)])
+        size += -(-weight.numel() // 64) * 64 if want else 0
+        tiles.append(_tile(group_inputs, taps, steps, weight.data_ptr()))
+    device = tables.numbers.device
+    table = torch.tensor(rows or [[0] * _COLUMNS], dtype=torch.int64).to(device)
+    stages, start = [], 0
+    for stage in bundle.stages:
+        numbers = range(start, start + len(stage.layers))
+        start += len(stage.layers)
+        stages.append(_launches(tables, tiles, numbers, device))
+    return Bound(table, stages, starts, size)
+
+
+def _strides(weight: Tensor) -> tuple[int, int, int]:
+    """From one row to the next, one column, one tap."""
+    columns, taps = weight.shape[1], weight[0, 0].numel()
+    return columns * taps, *((taps, 1) if weight.is_contiguous() else (1, columns))
+
+
+def lies_together(weight: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    other = formats.get(weight.dim())
+    return weight.is_contiguous() or (other is not None and weight.is_contiguous(memory_format=other))
+
+
+def _tile(inputs: int, taps: int, steps: Sequence[int], pointer: int) -> Tile:
+    TP = power(taps)
+    BC = min(power(inputs), max(TILE // (4 * TP), 8), 128)
+    BC = BC if inputs > 8 else 1 if inputs == 1 else 8
+    taps_last = taps > 1 and steps[3] < steps[2]
+    one = steps[3 if taps_last else 2] == 1
+    others = *steps[:2], *((steps[3],) if taps > 1 else ())
+    wide = one and not taps_last and inputs % 4 == pointer % 16 == 0 and all(step % 4 == 0 for step in others)
+    return Tile(min(max(TILE // (BC * TP), 1), 64), BC, TP, taps_last, one, wide)
+
+
+def _launches(tables: Tables, tiles: list[Tile], numbers: range, device: torch.device) -> Launches:
+    forward: dict[tuple[Tile, bool], list[tuple[int, int]]] = {}
+    backward: dict[tuple[Tile, bool], list[tuple[int, int, int, int]]] = {}
+    for i in numbers:
+        outputs, group_outputs, group_inputs = tables.rows[i][3:6]
+        inputs, share = tables.rows[i][17:19]
+        tile = tiles[i]
+        forward.setdefault((tile, outputs > group_outputs), []).extend(
+            (i, block) for block in range(-(-outputs // tile.BK))
+        )
+        depthwise = group_outputs == group_inputs == 1
+        BC = min(TILE // tile.TP, 128) if depthwise else min(power(group_inputs), 32)
+        BK = 1 if depthwise else max(min(TILE // (BC * tile.TP), power(share)), 1)
+        groups = 1 if depthwise else inputs // group_inputs
+        blocks = -(-(inputs if depthwise else group_inputs) // BC)
+        key = tile._replace(BK=BK, BC=BC), depthwise
+        splits = 1 if depthwise else -(-group_outputs // share)
+        backward.setdefault(key, []).extend(
+            (i, group, block, split) for group in range(groups) for block in range(blocks) for split in range(splits)
+        )
+    return Launches(
+        [(*key, _integers(torch.tensor(work), device)) for key, work in forward.items()],
+        [(*key, _integers(torch.tensor(work), device)) for key, work in backward.items()],
+    )

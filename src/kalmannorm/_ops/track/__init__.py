@@ -1,0 +1,1 @@
+"""Track: update running statistics from what a forward saw."""

@@ -1,0 +1,190 @@
+"""The running statistics of many norms moved in few launches: their rows are laid side by side, and one kernel finds
+each norm through a table of sizes and addresses.
+
+Buffers lie where they lay a step before, so a table is written once and kept. While a CUDA graph is captured nothing
+may be uploaded; norms whose table is not known by then are tracked one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm._ops.grid import power
+from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.track.triton_one import KINDS, track, track_block
+from kalmannorm._ops.triton_launching import ready
+from kalmannorm._ops.triton_shared import in_turn
+
+__all__ = ["track", "track_together"]
+
+KEPT = 64
+"""Tables that are kept, the last ones written; what a CUDA graph reads is kept in any case."""
+TILE = 2048
+"""Values of a row that a program looks at together."""
+
+# Columns of the table.
+COLUMNS = tl.constexpr(16)
+EXAMPLES = tl.constexpr(0)
+GROUPS = tl.constexpr(1)
+CHANNELS = tl.constexpr(2)
+SIZE = tl.constexpr(3)  # examples of a group
+VALUES = tl.constexpr(4)
+BLOCKS = tl.constexpr(5)  # programs that share the norm
+ROWS = tl.constexpr(6)  # where its rows begin: means, variances, observed means, observed variances
+SCRATCH = tl.constexpr(7)  # where its new averages wait for the last of its programs
+COUNTS = tl.constexpr(8)  # addresses, of values, batches and skipped batches
+AVERAGES = tl.constexpr(11)  # addresses, of running mean, running variance, observed mean, observed variance
+OBSERVED = tl.constexpr(13)
+RATES = tl.constexpr(15)  # two float32: momentum and observation momentum
+
+
+@triton.jit
+def integer(pointer):
+    return tl.load(pointer).to(tl.int32)
+
+
+@triton.jit
+def address(pointer, TYPE: tl.constexpr):
+    return tl.load(pointer).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def track_together_kernel(
+    rows_ptr, table_ptr, work_ptr, scratch_ptr, arrived_ptr,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    in_turn(PDL)
+    work = work_ptr + 2 * tl.program_id(0)
+    number, block = tl.load(work), integer(work + 1)
+    row = table_ptr + number * COLUMNS
+    N, G, C, m = integer(row + EXAMPLES), integer(row + GROUPS), integer(row + CHANNELS), integer(row + SIZE)
+    values = tl.load(row + VALUES)
+    mean_ptr = rows_ptr + tl.load(row + ROWS)
+    step = G.to(tl.int64) * C
+    rates = (row + RATES).to(tl.pointer_type(tl.float32))
+    counts, averages, observed = row + COUNTS, row + AVERAGES, row + OBSERVED
+    track_block(
+        block, integer(row + BLOCKS),
+        mean_ptr, mean_ptr + step, mean_ptr + 2 * step, mean_ptr + 3 * step,
+        address(averages, tl.float32), address(averages + 1, tl.float32),
+        address(observed, tl.float32), address(observed + 1, tl.float32),
+        address(counts, tl.int64), address(counts + 1, tl.int64), address(counts + 2, tl.int64),
+        scratch_ptr + tl.load(row + SCRATCH), arrived_ptr + number,
+        # Only standard deviations need eps, and no norm of a converted model averages those.
+        N, G, C, m, values, tl.load(rates), tl.load(rates + 1), 0.0,
+        BG, BC, WIDE, ONE_TILE, False, KIND, CUMULATIVE, OBSERVES,
+    )  # fmt: skip
+
+
+@dataclass
+class Table:
+    """What the kernel reads beside the rows, and how it is launched."""
+
+    table: Tensor
+    work: Tensor  # of each program: which norm, which block of its channels
+    arrived: Tensor  # zeros between launches
+    scratch: int
+    options: dict[str, Any]
+    captured: bool = False
+
+
+def track_together(moves: Sequence[Move], tables: dict[Any, Table]) -> None:
+    """Move the buffers of all these norms, none of which may be there twice; `tables` are kept from call to call."""
+    alike: dict[Any, list[Move]] = {}
+    for move in moves:
+        alike.setdefault((move.kind, move.momentum is None, move.observed is not None), []).append(move)
+    for each in alike.values():
+        table = _table(each, tables) if len(each) > 1 else None
+        if table is None:
+            for move in each:
+                track(move)
+            continue
+        rows = torch.cat([rows.reshape(-1) for move in each for rows in move.rows()])
+        scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
+        table.arrived.zero_()  # as it is already, unless two streams have moved one model's statistics at a time
+        ready(track_together_kernel, (table.work.shape[0],), rows.device, **table.options)(
+            rows, table.table, table.work, scratch, table.arrived
+        )
+        torch.autograd.graph.increment_version([buffer for move in each for buffer in move.buffers()])
+
+
+def _table(moves: Sequence[Move], tables: dict[Any, Table]) -> Table | None:
+    """Written where it is not known; None where that cannot be."""
+    first = moves[0].posterior.mean
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = first.device, moves[0].kind, *(_numbers(move) for move in moves)
+    table = tables.get(key)
+    if table is None and capturing:
+        return None
+    if table is None:
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            table = _written(moves, first.device)
+        unused = [other for other, old in list(tables.items()) if not old.captured]
+        for other in unused[: max(len(unused) + 1 - KEPT, 0)]:
+            tables.pop(other, None)
+        tables[key] = table
+    table.captured |= capturing
+    return table
+
+
+def _numbers(move: Move) -> tuple[Any, ...]:
+    """All that a table says of a norm."""
+    rates = move.momentum, move.observation_momentum
+    sizes = move.examples, *move.posterior.mean.shape, move.size, move.values
+    return *rates, *sizes, *(buffer.data_ptr() for buffer in move.buffers())
+
+
+def _written(moves: Sequence[Move], device: torch.device) -> Table:
+    shapes = [move.posterior.mean.shape for move in moves]
+    most_groups, most_channels = max(G for G, _ in shapes), max(C for _, C in shapes)
+    BG = min(power(most_groups), 64)
+    BC = min(max(TILE // BG, 16), 256, power(most_channels))
+    lines, work, begin, scratch = [], list[tuple[int, int]](), 0, 0
+    for number, (move, (G, C)) in enumerate(zip(moves, shapes, strict=True)):
+        blocks = -(-C // BC)
+        sizes = [move.examples, G, C, min(move.size, move.examples), move.values, blocks, begin, scratch]
+        averages = [*move.running, *(move.observed or move.running)]
+        lines.append([*sizes, *(buffer.data_ptr() for buffer in (*move.counts, *averages)), _rates(move)])
+        work += [(number, block) for block in range(blocks)]
+        begin, scratch = begin + len(move.rows()) * G * C, scratch + len(move.rows()) * C
+    parts = [
+        torch.tensor(lines, dtype=torch.int64, device="cpu").flatten(),
+        torch.tensor(work, dtype=torch.int64, device="cpu").flatten(),
+        torch.zeros(len(moves), dtype=torch.int64, device="cpu"),
+    ]
+    table, programs, arrived = torch.split(_uploaded(torch.cat(parts), device), [len(part) for part in parts])
+    return Table(
+        table,
+        programs.view(-1, 2),
+        arrived.view(torch.int32),
+        scratch,
+        {
+            "BG": BG,
+            "BC": BC,
+            "WIDE": min(power(most_channels), 1024),
+            "ONE_TILE": most_groups <= BG,
+            "KIND": KINDS[moves[0].kind].value,
+            "CUMULATIVE": moves[0].momentum is None,
+            "OBSERVES": moves[0].observed is not None,
+            "num_warps": 4,
+        },
+    )
+
+
+def _rates(move: Move) -> int:
+    """As the bits of an integer, which lie in the table as they are."""
+    rates = 0.0 if move.momentum is None else move.momentum, move.observation_momentum
+    return int(torch.tensor(rates, dtype=torch.float32, device="cpu").view(torch.int64))
+
+
+def _uploaded(integers: Tensor, device: torch.device) -> Tensor:
+    """In the order of the stream: batches of ever new sizes need ever new tables, and must not wait for the device."""
+    return integers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else integers

@@ -1,0 +1,233 @@
+"""The running statistics of a norm moved in one launch: `TrackedNorm._track`, which takes some 25 operations otherwise.
+
+Every program pools the groups of BC channels and finds where their averages would go. Of several, whichever comes last,
+by a count of integers, knows whether all of these are finite, and moves every buffer, or counts a skipped batch and
+moves none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kalmannorm._ops.grid import blocks_of, power
+from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.triton_launching import ready
+from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+
+TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
+"""What is pooled and averaged: total variances, plain variances, or standard deviations as Batch Renorm does."""
+BAD = tl.constexpr(1 << 16)
+"""In the count of programs that have come: one of these had found a value that is not finite."""
+
+
+@triton.jit
+def share_of(group, N, G, m):
+    """Which part of the examples the groups hold; 0 where there is none."""
+    return tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
+
+
+@triton.jit
+def load_groups(rows_ptr, group, G, C, channel):
+    at = group.to(tl.int64)[:, None] * C + channel[None, :]
+    return tl.load(rows_ptr + at, mask=(group < G)[:, None] & (channel < C)[None, :], other=0.0)
+
+
+@triton.jit
+def spread_of(mean, var, average, eps, KIND: tl.constexpr):
+    """What is averaged for the variance."""
+    if KIND == TOTAL:
+        away = mean - average[None, :]
+        var += away * away
+    if KIND == SIGMA:
+        var = tl.sqrt(var + eps)
+    return var
+
+
+@triton.jit
+def variance(spread, eps, KIND: tl.constexpr):
+    return spread * spread - eps if KIND == SIGMA else spread
+
+
+@triton.jit
+def pool_tile(mean, var, share, eps, KIND: tl.constexpr):
+    """One row (C,) of groups that lie in one tile, each weighted by its examples."""
+    average = sum_of_products(mean, share[:, None], 0)
+    spread = sum_of_products(spread_of(mean, var, average, eps, KIND), share[:, None], 0)
+    return average, variance(spread, eps, KIND)
+
+
+@triton.jit
+def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
+    """The same of more groups than a tile holds."""
+    means = tl.zeros([BG, BC], tl.float32)
+    for start in range(0, G, BG):
+        group = start + tl.arange(0, BG)
+        means += load_groups(mean_ptr, group, G, C, channel) * share_of(group, N, G, m)[:, None]
+    average = tl.sum(means, 0)
+    spreads = tl.zeros([BG, BC], tl.float32)
+    for start in range(0, G, BG):
+        group = start + tl.arange(0, BG)
+        mean = load_groups(mean_ptr, group, G, C, channel)
+        spread = spread_of(mean, load_groups(var_ptr, group, G, C, channel), average, eps, KIND)
+        spreads += spread * share_of(group, N, G, m)[:, None]
+    return average, variance(tl.sum(spreads, 0), eps, KIND)
+
+
+@triton.jit
+def moved(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
+    """Where the averages go: `statistics.moved`, and Batch Renorm's own."""
+    step = new_mean - mean
+    if KIND == SIGMA:
+        sigma = tl.sqrt(var + eps)
+        sigma += alpha * (tl.sqrt(new_var + eps) - sigma)
+        to = sigma * sigma - eps
+        return mean + alpha * step, tl.where(to < 0.0, 0.0, to)
+    if KIND == TOTAL:
+        new_var += (1.0 - alpha) * step * step
+    return mean + alpha * step, var + alpha * (new_var - var)
+
+
+@triton.jit
+def broken(mean, var, mask):
+    """1 where any of these is NaN or Inf, else 0."""
+    finite = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
+    return tl.max((mask & ~finite).to(tl.int32), 0)
+
+
+@triton.jit
+def copy_rows(source_ptr, mean_ptr, var_ptr, C, channel):
+    """Two rows (C,), past the caches: other programs have written them."""
+    in_c = channel < C
+    tl.store(mean_ptr + channel, tl.load(source_ptr + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
+    tl.store(var_ptr + channel, tl.load(source_ptr + C + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
+
+
+@triton.jit
+def track_block(
+    block, blocks,
+    mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+    running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+    values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+    N, G, C, m, values, momentum, observation_momentum, eps,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
+):  # fmt: skip
+    """One of the `blocks` of BC channels of a norm; each is the work of one program."""
+    channel = block * BC + tl.arange(0, BC)
+    in_c = channel < C
+    # All that can be loaded is asked for first: waiting is what takes the time here.
+    seen = tl.load(values_ptr)
+    batches = tl.load(batches_ptr)
+    skipped = tl.load(skipped_ptr)
+    mean = tl.load(running_mean_ptr + channel, mask=in_c, other=0.0)
+    var = tl.load(running_var_ptr + channel, mask=in_c, other=0.0)
+    if OBSERVES:
+        observed_mean = tl.load(observed_mean_ptr + channel, mask=in_c, other=0.0)
+        observed_var = tl.load(observed_var_ptr + channel, mask=in_c, other=0.0)
+    if ONE_TILE:
+        group = tl.arange(0, BG)
+        share = share_of(group, N, G, m)
+        means = load_groups(mean_ptr, group, G, C, channel)
+        variances = load_groups(var_ptr, group, G, C, channel)
+        if OBSERVES:
+            seen_means = load_groups(seen_mean_ptr, group, G, C, channel)
+            seen_variances = load_groups(seen_var_ptr, group, G, C, channel)
+        new_mean, new_var = pool_tile(means, variances, share, eps, KIND)
+        if OBSERVES:
+            seen_mean, seen_var = pool_tile(seen_means, seen_variances, share, eps, TOTAL)
+    else:
+        new_mean, new_var = pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG, BC, KIND)
+        if OBSERVES:
+            seen_mean, seen_var = pool(seen_mean_ptr, seen_var_ptr, N, G, C, m, channel, eps, BG, BC, TOTAL)
+
+    total = tl.where(seen > 0, seen, batches * values) + values
+    cumulative = (values * 1.0) / total.to(tl.float32)
+    alpha = cumulative if CUMULATIVE else momentum
+    mean, var = moved(mean, var, new_mean, new_var, alpha, eps, KIND)
+    bad = broken(mean, var, in_c)
+    if OBSERVES:
+        slow = cumulative
+        if not CUMULATIVE:  # as `statistics.hastened`
+            slow = tl.maximum(4.0 * cumulative / (1.0 + 3.0 * cumulative), observation_momentum)
+        observed_mean, observed_var = moved(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
+        bad = tl.maximum(bad, broken(observed_mean, observed_var, in_c))
+
+    tl.debug_barrier()
+    if ALONE:
+        good = in_c & (bad == 0)
+        tl.store(running_mean_ptr + channel, mean, mask=good)
+        tl.store(running_var_ptr + channel, var, mask=good)
+        if OBSERVES:
+            tl.store(observed_mean_ptr + channel, observed_mean, mask=good)
+            tl.store(observed_var_ptr + channel, observed_var, mask=good)
+        tl.store(values_ptr, tl.where(bad == 0, total, seen))
+        tl.store(batches_ptr, batches + 1 - bad)
+        tl.store(skipped_ptr, skipped + bad)
+    else:
+        tl.store(scratch_ptr + channel, mean, mask=in_c)
+        tl.store(scratch_ptr + C + channel, var, mask=in_c)
+        if OBSERVES:
+            tl.store(scratch_ptr + 2 * C + channel, observed_mean, mask=in_c)
+            tl.store(scratch_ptr + 3 * C + channel, observed_var, mask=in_c)
+        tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
+        arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
+        if arrived % BAD == blocks:
+            tl.store(arrived_ptr, 0)
+            if arrived < BAD:
+                tl.store(values_ptr, total)
+                tl.store(batches_ptr, batches + 1)
+                for start in range(0, C, WIDE):
+                    wide = start + tl.arange(0, WIDE)
+                    copy_rows(scratch_ptr, running_mean_ptr, running_var_ptr, C, wide)
+                    if OBSERVES:
+                        copy_rows(scratch_ptr + 2 * C, observed_mean_ptr, observed_var_ptr, C, wide)
+            else:
+                tl.store(skipped_ptr, skipped + 1)
+
+
+@triton.jit(do_not_specialize=["N", "G", "m", "values"])
+def track_kernel(
+    mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+    running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+    values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+    N, G, C, m, values, momentum, observation_momentum, eps,
+    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
+    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    in_turn(PDL)
+    track_block(
+        tl.program_id(0), tl.num_programs(0),
+        mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
+        running_mean_ptr, running_var_ptr, observed_mean_ptr, observed_var_ptr,
+        values_ptr, batches_ptr, skipped_ptr, scratch_ptr, arrived_ptr,
+        N, G, C, m, values, momentum, observation_momentum, eps,
+        BG, BC, WIDE, ONE_TILE, ALONE, KIND, CUMULATIVE, OBSERVES,
+    )  # fmt: skip
+
+
+def track(move: Move) -> None:
+    """Move the buffers of one norm, in one launch."""
+    none = (None, None)
+    rows = [part.contiguous() for part in move.rows()]
+    averages = *move.running, *(move.observed or none)
+    G, C = rows[0].shape
+    BG = min(power(G), 64)
+    BC = power(C) if BG * power(C) <= 4096 else max(2048 // BG, 16)
+    programs = blocks_of(C, BC)
+    scratch = None if programs == 1 else torch.empty((4, C), device=rows[0].device, dtype=torch.float32)
+    cumulative = move.momentum is None
+    launch = ready(
+        track_kernel, (programs,), rows[0].device,
+        BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
+        KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
+        num_warps=8 if BG * BC > 2048 else 4,
+    )  # fmt: skip
+    launch(
+        *rows, *(() if move.observed else none), *averages, *move.counts, scratch, move.arrived,
+        move.examples, G, C, min(move.size, move.examples), move.values,
+        0.0 if cumulative else move.momentum, move.observation_momentum, move.eps,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(move.buffers())

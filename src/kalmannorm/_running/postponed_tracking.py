@@ -1,0 +1,69 @@
+"""Moves of running statistics that wait for the end of a forward, so that many norms need few launches.
+
+What waits is the rows that norms saw and the buffers that shall follow. A norm that comes again, as in a loop, finds
+its first move made; otherwise it matters to nobody in the forward, since no norm of a converted model reads its own
+statistics in training.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from kalmannorm._ops.dispatch import on_device_of
+from kalmannorm._ops.track.request import Move
+
+MOST = 32
+"""Moves that are made together: their rows, four times (G, C), are laid side by side for it."""
+
+
+class _Waiting(NamedTuple):
+    move: Move
+    stream: torch.cuda.Stream | None  # on which its rows are written
+
+
+class Postponed:
+    """Of one thread. `tables` belong to the kernels and are kept from forward to forward."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[ModuleType, torch.device], dict[int, _Waiting]] = {}
+        self.streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+
+    def add(self, move: Move, kernels: ModuleType, tables: dict[Any, Any]) -> None:
+        device, buffer = move.posterior.mean.device, move.running[0].data_ptr()
+        waiting = self.waiting.setdefault((kernels, device), {})
+        if buffer in waiting or len(waiting) == MOST:
+            self.make(tables)
+            waiting = self.waiting.setdefault((kernels, device), {})
+        waiting[buffer] = _Waiting(move, self._stream(device))
+
+    def make(self, tables: dict[Any, Any]) -> None:
+        """Make all moves that wait."""
+        everything, self.waiting = self.waiting, {}
+        for (kernels, device), waiting in everything.items():
+            moves = [each.move for each in waiting.values()]
+            with torch.no_grad(), on_device_of(moves[0].posterior.mean):
+                here = self._stream(device)
+                for each in waiting.values():
+                    if each.stream is not here:
+                        _join(each, here)
+                kernels.track_together(moves, tables)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The current one; the same object for the same stream, and not made anew for every norm."""
+        if device.type != "cuda":
+            return None
+        key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        if key not in self.streams:
+            self.streams[key] = torch.cuda.current_stream(device)
+        return self.streams[key]
+
+
+def _join(waiting: _Waiting, here: torch.cuda.Stream | None) -> None:
+    """Branches of a model may run on streams of their own: let this one wait, and the memory live until it has read."""
+    if waiting.stream is not None and here is not None:
+        here.wait_stream(waiting.stream)
+        for rows in waiting.move.rows():
+            rows.record_stream(here)

@@ -1,0 +1,346 @@
+"""What passes between norms inside one forward: posteriors on their way, and results that several priors share.
+
+The hooks of the converted model clear the state at both ends of its forward. When parts of it are called by themselves,
+a posterior waits until every norm that reads it has done so, or until its norm runs again: parts have to be called in
+the order of the forward.
+
+Inside an activation-checkpoint segment results are kept apart, because its recomputation must do exactly what its
+forward did; posteriors that enter it are kept with the segment, for the recomputation to find.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from kalmannorm._ops.track.request import Move
+from kalmannorm._running.prior_bundles import Results, Together
+from kalmannorm._running.scopes import Scope, State, kept_by
+from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
+from kalmannorm._support.pickles import Complete, check_complete
+from kalmannorm._wiring.plan import Plan
+from kalmannorm._wiring.program import Context
+from kalmannorm.moments import Moments, closed
+
+
+class Relay:
+    """Shared by all norms of a converted model; never a part of its state dict."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.program = plan, plan.program
+        calls = [norm.calls for norm in plan.norms.values()]
+        self.readers: dict[int, set[int]] = {}
+        self.earlier: dict[int, tuple[int, ...]] = {}
+        for norm_calls in calls:
+            for nth, call in enumerate(norm_calls):
+                # A loop may run fewer times than in the example: its last posterior is then that of an earlier call.
+                self.earlier[call.identity] = tuple(c.identity for c in reversed(norm_calls[:nth]))
+                for source in call.posteriors:
+                    self.readers.setdefault(source, set()).add(call.identity)
+        for source in list(self.readers):
+            for sibling in self.earlier.get(source, ()):
+                self.readers.setdefault(sibling, set()).update(self.readers[source])
+        self.warned = False
+        self.state = State()
+        self.together: WeakKeyDictionary[nn.Module, Together] = WeakKeyDictionary()
+        self.tables: dict[Any, Any] = {}  # of kernels that move the statistics of many norms
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("state", "together", "tables")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.state = State()
+        self.together, self.tables = WeakKeyDictionary(), {}
+        check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
+
+    def enter(self, whole: bool, part: nn.Module) -> None:
+        """A forward begins: of the whole model, or of a part that was called by itself."""
+        state = self.state
+        running = segments()
+        if whole:
+            self._clear(state)
+        if whole or not state.whole:
+            state.depth = 0  # parts do not nest: whatever was open was interrupted
+        if not whole and state.depth == 0 and running:
+            return  # a part, checkpointed or recomputed by itself: the segment's scope serves
+        if state.depth == 0:
+            state.memo, state.whole, state.part = {}, whole, part
+            state.home = running[0].key if running else None
+        state.depth += 1
+
+    def leave(self, whole: bool) -> None:
+        state = self.state
+        state.depth = 0 if whole else max(state.depth - 1, 0)
+        if whole:
+            self._clear(state)
+        if state.depth == 0:
+            state.memo, state.home, state.whole, state.part = None, None, False, None
+            state.inner.clear()
+            self.settle()
+
+    def postpone(self, move: Move, kernels: ModuleType) -> bool:
+        """Leave a move of statistics to the end of the forward; False where none runs, and the norm is to make it."""
+        if self.state.depth == 0:
+            return False
+        self.state.postponed.add(move, kernels, self.tables)
+        return True
+
+    def settle(self) -> None:
+        """Make the moves that were left to the end of the forward."""
+        if not torch.compiler.is_compiling():  # where nothing is postponed
+            self.state.postponed.make(self.tables)
+
+    @staticmethod
+    def _clear(state: State) -> None:
+        state.posteriors.clear()
+        state.counts.clear()
+        state.pending.clear()
+        state.inner.clear()
+
+    def _segments(self) -> list[Segment]:
+        """Those inside the forward of the model, the innermost first."""
+        running, state = segments(), self.state
+        if state.depth > 0 and state.home is not None:
+            for i, segment in enumerate(running):
+                if segment.key is state.home:
+                    return running[:i]
+        return running
+
+    def _scopes(self, running: list[Segment]) -> list[Scope]:
+        """The scope of every segment, in the same order."""
+        found: list[Scope] = []
+        inner = self.state.inner
+        for segment in reversed(running):
+            if segment.recomputed:
+                kept = kept_by(segment, self)
+                if kept.recomputation is None or kept.recomputation[0] != recompute_id():
+                    kept.recomputation = (recompute_id(), Scope())
+                scope = kept.recomputation[1]
+            else:
+                if id(segment.key) not in inner:
+                    if self.state.depth == 0 and inner is self.state.inner:
+                        inner.clear()  # outside any forward of the model nobody else would
+                    inner[id(segment.key)] = Scope()
+                scope = inner[id(segment.key)]
+            inner = scope.inner
+            found.insert(0, scope)
+        return found
+
+    def call_index(self, first: int, calls: int) -> int:
+        """Which call of a norm this is, for norms that run several times in one forward."""
+        if calls == 1:
+            return 0
+        running = self._segments()
+        count = self._count(first, running, self._scopes(running))
+        return min(count, calls - 1) if self.state.depth > 0 or running else count % calls
+
+    def _count(self, first: int, running: list[Segment], scopes: list[Scope]) -> int:
+        counts = scopes[0].counts if scopes else self.state.counts
+        count = counts.get(first, 0)
+        counts[first] = count + 1
+        if not running:
+            return count
+        kept = kept_by(running[0], self)
+        if running[0].recomputed:
+            return kept.counts.get(first, 0) + count
+        total = self._count(first, running[1:], scopes[1:])
+        if count == 0:
+            kept.counts[first] = total
+        return total
+
+    def deliver(self, call: int, posterior: Moments) -> None:
+        if call not in self.readers:
+            return
+        running, state = self._segments(), self.state
+        for segment, scope in zip(running, self._scopes(running), strict=True):
+            scope.posteriors[call] = posterior
+            if segment.recomputed:
+                return
+        if call in state.posteriors:
+            # The norm runs more often than in the example: what was made of its last posterior is out of date.
+            for memo in (state.memo, state.traced):
+                if memo is not None:
+                    memo.clear()
+        state.posteriors[call] = posterior
+        if not state.whole:
+            state.pending[call] = set(self.readers[call])
+
+    def evaluate(self, call: int, target: int, sources: tuple[int, ...], x: Tensor) -> Moments | None:
+        """The moments that reach a norm; None where one of the posteriors it needs did not arrive."""
+        running, state = self._segments(), self.state
+        scopes = self._scopes(running)
+        arrived: dict[int, Moments] = {}
+        for source in sources:
+            posterior = self._arrived(source, running, scopes)
+            if posterior is None:
+                return None
+            arrived[source] = posterior
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived, x.shape[0])
+        if isinstance(memo, Results):
+            self._bundles().fill(call, target, context, memo)
+        previous = self.program.evaluate(target, context, memo)
+        if not state.whole:
+            self._consume(call, sources)
+        return memo.prior(call, previous) if isinstance(memo, Results) else previous
+
+    def _bundles(self) -> Together:
+        """Of what runs: all that the model asks for, or what the norms of a part do."""
+        part = self.state.part
+        assert part is not None
+        if part not in self.together:
+            self.together[part] = Together.of(self.plan, None if self.state.whole else part)
+        return self.together[part]
+
+    def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
+        if torch.compiler.is_compiling():
+            memo = self.state.traced
+        elif scopes:
+            # Posteriors may enter a segment in its forward that its recomputation finds elsewhere: nothing is shared.
+            memo = None if learned else scopes[0].memo
+        else:
+            memo = self.state.memo
+        if memo is None:
+            return {}
+        # A model may lie on several devices; and what was computed without gradients has none to give.
+        index = x.device.index, torch.is_grad_enabled()
+        if index not in memo:
+            together = memo is self.state.memo and not learned and closed.applicable()
+            memo[index] = Results() if together else {}
+        return memo[index]
+
+    def _arrived(self, source: int, running: list[Segment], scopes: list[Scope]) -> Moments | None:
+        posteriors = scopes[0].posteriors if scopes else self.state.posteriors
+        for candidate in (source, *self.earlier.get(source, ())):
+            if candidate in posteriors:
+                return posteriors[candidate]
+        if not running:
+            return None
+        kept = kept_by(running[0], self)
+        if running[0].recomputed:
+            return kept.entering.get(source)
+        posterior = self._arrived(source, running[1:], scopes[1:])
+        if posterior is not None:
+            if running[0].reentrant():
+                posterior = Moments(*(None if part is None else part.detach() for part in posterior))  # type: ignore[arg-type]
+                self._warn_detached()
+            kept.entering[source] = posterior
+        return posterior
+
+    def begin_trace(self) -> None:
+        """The first norm runs under `torch.compile`: results are shared from here on, within the graph."""
+        self.state.traced = {}
+
+    def end_trace(self) -> None:
+        """The last norm has run under `torch.compile`.
+
+        The model's own hooks are called outside the compiled graph: what were left for them to clear would have to be
+        an output of it.
+        """
+        self.state.traced = None
+        if self.state.whole:
+            self.state.posteriors.clear()
+
+    def _consume(self, call: int, sources: tuple[int, ...]) -> None:
+        state = self.state
+        for source in sources:
+            for candidate in (source, *self.earlier.get(source, ())):
+                waiting = state.pending.get(candidate)
+                if waiting is not None:
+                    waiting.discard(call)
+                    if not waiting:
+                        del state.pending[candidate]
+                        state.posteriors.pop(candidate, None)
+
+    def _warn_detached(self) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                "kalmannorm: a re-entrant checkpoint cuts the gradient of the prior that enters its segment; use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or convert with transition='weights'",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+@dataclass
+class Wire(Complete):
+    """One norm's end of the relay. `calls` are its calls in the trace; each has a target step and its sources."""
+
+    relay: Relay
+    calls: tuple[int, ...]
+    targets: tuple[int | None, ...]
+    sources: tuple[tuple[int, ...], ...]
+    first: tuple[bool, ...]  # whether no norm runs before this call
+    last: tuple[bool, ...]  # whether no norm runs after it
+    kept: tuple[nn.Module, ...] = ()  # what its priors read, also when the norm outlives the model: see `keepable`
+
+    def begin(self) -> int:
+        """Called once per forward of the norm: which of its calls this is."""
+        which = self.relay.call_index(self.calls[0], len(self.calls))
+        if self.first[which] and torch.compiler.is_compiling():
+            self.relay.begin_trace()
+        return which
+
+    def previous(self, which: int, x: Tensor) -> Moments | None:
+        target = self.targets[which]
+        return None if target is None else self.relay.evaluate(self.calls[which], target, self.sources[which], x)
+
+    def postpone(self, move: Move, kernels: ModuleType) -> bool:
+        return self.relay.postpone(move, kernels)
+
+    def settle(self) -> None:
+        self.relay.settle()
+
+    def deliver(self, which: int, posterior: Moments) -> None:
+        self.relay.deliver(self.calls[which], posterior)
+        if self.last[which] and torch.compiler.is_compiling():
+            self.relay.end_trace()
+
+
+def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
+    """For every norm of a plan the modules that its wire may keep: what its priors read and what it folds into.
+
+    The relay keeps nothing. A wire keeps no module that holds a norm which does not run before its own: those keep in
+    their turn what runs before them, so that nothing ever keeps itself.
+    """
+    order = {id(norm.module.module()): norm.calls[0].identity for norm in plan.norms.values() if norm.calls}
+    kept: dict[str, tuple[nn.Module, ...]] = {}
+    for name, norm in plan.norms.items():
+        targets = [call.target for call in norm.calls if call.target is not None]
+        read = [norm.fold, *(owner for target in targets for owner in plan.program.owners(target))]
+        found = {id(module): module for known in read if (module := known.module()) is not None}
+        own = order.get(id(norm.module.module()), 0)
+        kept[name] = tuple(
+            module for module in found.values() if all(order.get(id(m), -1) < own for m in module.modules())
+        )
+    return kept
+
+
+@dataclass
+class Begin(Complete):
+    """A forward pre-hook; an object, not a closure, so that the model can be pickled."""
+
+    relay: Relay
+    whole: bool
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.relay.enter(self.whole, module)
+
+
+@dataclass
+class End(Complete):
+    """A forward hook, called also when the forward fails."""
+
+    relay: Relay
+    whole: bool
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.relay.leave(self.whole)

@@ -1,0 +1,1 @@
+"""What every room may use: argument checks, pickles, activation checkpoints, rewritten forwards."""

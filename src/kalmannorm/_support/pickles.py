@@ -1,0 +1,71 @@
+"""Pickled models of other versions: what one lacks is said when it is loaded, not by an AttributeError in a forward.
+
+A pickle of a whole model holds the attributes of every object in it, whatever version wrote them. A state dict holds
+tensors by their names, and is what outlives versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+REMEDY = (
+    "save model.state_dict() with the version that pickled it, and load that into a freshly converted model: "
+    "kalmannorm.convert(model, example).load_state_dict(state)"
+)
+
+
+def check_complete(unpickled: object, names: Iterable[str]) -> None:
+    """Raise unless what was unpickled has these attributes."""
+    _check_none_missing(unpickled, (name for name in names if not hasattr(unpickled, name)))
+
+
+def _check_none_missing(unpickled: object, missing: Iterable[str]) -> None:
+    names = ", ".join(map(repr, sorted(missing)))
+    if names:
+        raise ValueError(
+            f"this pickled {type(unpickled).__name__} has no {names}: another version of kalmannorm pickled it. "
+            f"Pickles of whole models are for one version; {REMEDY}"
+        )
+
+
+def check_known(unpickled: object, version: int, known: int) -> None:
+    """Raise for a pickle of a version after this one."""
+    if version > known:
+        raise ValueError(
+            f"this pickled {type(unpickled).__name__} has version {version}, and this kalmannorm knows versions up to "
+            f"{known}: update kalmannorm, or {REMEDY}"
+        )
+
+
+class Complete:
+    """A dataclass that is pickled with a model: it is unpickled with all of its fields, or not at all."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Its own fields: a default of the class would stand for one that is missing.
+        names = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        _check_none_missing(self, names - set(state))
+
+
+MOVED = frozenset({"baselines", "fused", "graph", "norm", "others", "transition"})
+"""Modules of version 0.1.0 whose classes are in pickled models. They have other names now."""
+
+
+class _MovedModules(MetaPathFinder):
+    """Names the remedy where an old pickle asks for a module that has moved."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        package, _, module = name.partition(".")
+        if package == "kalmannorm" and module.split(".")[0] in MOVED:
+            raise ModuleNotFoundError(
+                f"{name} has moved: another version of kalmannorm pickled this model. "
+                f"Pickles of whole models are for one version; {REMEDY}",
+                name=name,
+            )
+
+
+sys.meta_path.append(_MovedModules())  # last, so it is asked only for modules that nobody else found

@@ -1,0 +1,1 @@
+"""What happens once, at conversion: record a run, apply the rules of a transition, make a plan."""

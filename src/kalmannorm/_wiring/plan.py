@@ -1,0 +1,195 @@
+"""From an example input to a plan: both runs, training and eval, read under the rules of a transition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from kalmannorm._support.pickles import Complete
+from kalmannorm._wiring.foldable import foldable
+from kalmannorm._wiring.program import Parameter, Posterior, Program
+from kalmannorm._wiring.recording.records import FROM_NUMBERS, UNSEEN
+from kalmannorm._wiring.recording.trace import NoInputError, Trace, trace
+from kalmannorm._wiring.rules.beliefs import Beliefs
+from kalmannorm._wiring.rules.feeding import Feeding
+from kalmannorm._wiring.rules.posteriors import Posteriors
+from kalmannorm._wiring.rules.reader import Unknown
+from kalmannorm._wiring.weak_modules import Weakly
+
+Transition = Literal["weights", "learned"]
+NEVER_RAN = "never ran in the example"
+FIRST = "no norm before it"
+
+
+@dataclass
+class CallPlan(Complete):
+    """One call of a norm: who feeds it, and the step that gives its prior."""
+
+    identity: int
+    sources: list[str]
+    path: str
+    target: int | None = None
+    size: int | None = None
+    reason: str | None = None
+    posteriors: tuple[int, ...] = ()
+    first: bool = False  # no norm runs before it, in eval nor in training
+    last: bool = False  # the same after it
+
+
+@dataclass
+class NormPlan(Complete):
+    name: str
+    channels: int
+    rank: int | None = None
+    calls: list[CallPlan] = field(default_factory=list)
+    fold: Weakly = field(default_factory=lambda: Weakly(None))  # the layer that it can be folded into
+    module: Weakly = field(default_factory=lambda: Weakly(None))
+
+
+@dataclass
+class Plan(Complete):
+    program: Program
+    norms: dict[str, NormPlan]
+    transition: Transition
+    failed: list[str] = field(default_factory=list)  # the one of the two runs that failed, and how
+    owners: dict[int, str] = field(default_factory=dict)  # steps that read a parameter, and the layer they read it of
+
+
+Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
+
+
+def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Transition) -> Plan:
+    """Trace the model in eval and in training, and wire every norm that ran in either.
+
+    Where a norm runs in both, eval counts: it has no randomness. Training alone runs auxiliary heads.
+    """
+    traces, failed = _traces(model, example_input, norms)
+    program, norm_steps = Program(), dict[int, int]()
+    plans = {name: NormPlan(name, _channels(module), module=Weakly(module)) for name, (module, _) in norms.items()}
+    identities = _identities(traces)
+    firsts = {here[0] for here in identities if here}
+    firsts -= {identity for here in identities for identity in here[1:]}
+    lasts = {here[-1] for here in identities if here}
+    lasts -= {identity for here in identities for identity in here[:-1]}
+    for run, here in zip(traces, identities, strict=True):
+        feeding = Feeding(run)
+        reader = (Beliefs if transition == "weights" else Posteriors)(run, program, here, norm_steps)
+        # What only training runs is not there at inference; its layer may be, and feed something else.
+        folds = foldable(model, run) if run is traces[0] else {}
+        done = {name for name, plan in plans.items() if plan.calls}
+        for call, norm in enumerate(run.norms):
+            plan = plans[norm.name]
+            if norm.name in done:
+                continue
+            plan.rank = len(run.values[norm.value].shape)
+            plan.fold = Weakly(folds.get(norm.name))
+            plan.calls.append(_call_plan(run, call, here, feeding, reader, program))
+            plan.calls[-1].first, plan.calls[-1].last = here[call] in firsts, here[call] in lasts
+    _agree(plans)
+    names = {id(module): name for name, module in model.named_modules()}
+    owned = {i: id(step.owner.module()) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
+    owners = {step: names[owner] for step, owner in owned.items() if owner in names}
+    return Plan(program, plans, transition, failed, owners)
+
+
+def _traces(model: nn.Module, example_input: Any, norms: Norms) -> tuple[list[Trace], list[str]]:
+    traces, errors, failed = [], [], []
+    for training in (False, True):
+        try:
+            traces.append(trace(model, example_input, norms, training=training))
+        except NoInputError:
+            raise
+        except Exception as error:
+            errors.append(error)
+            said = str(error).partition("\n")[0]
+            failed.append(f"{'training' if training else 'eval'} run failed: {type(error).__name__}: {said:.120}")
+    if not traces:
+        raise ValueError(
+            f"example_input: {type(model).__name__} does not run on it, neither in eval nor in training: "
+            f"{type(errors[0]).__name__}: {errors[0]}"
+        ) from errors[0]
+    return traces, failed
+
+
+def _identities(traces: list[Trace]) -> list[list[int]]:
+    """For the calls of each run, one number for the n-th call of a norm, the same in both runs."""
+    numbers: dict[tuple[str, int], int] = {}
+    identities: list[list[int]] = []
+    for run in traces:
+        counts: dict[str, int] = {}
+        identities.append([])
+        for norm in run.norms:
+            nth = counts.get(norm.name, 0)
+            counts[norm.name] = nth + 1
+            identities[-1].append(numbers.setdefault((norm.name, nth), len(numbers)))
+    return identities
+
+
+def _channels(module: nn.Module) -> int:
+    return int(getattr(module, "num_features", 0) or getattr(module, "num_channels", 0))
+
+
+def _call_plan(
+    run: Trace, call: int, identities: list[int], feeding: Feeding, reader: Beliefs | Posteriors, program: Program
+) -> CallPlan:
+    norm = run.norms[call]
+    sources = list(dict.fromkeys(run.norms[k].name for k in feeding.sources(call)))
+    plan = CallPlan(identities[call], sources, describe_path(run, call))
+    if isinstance(reader, Beliefs):
+        target = reader.prior(call)
+        if isinstance(target, Unknown):
+            hidden = target.reason in (UNSEEN, FROM_NUMBERS)
+            plan.reason = target.reason if sources or hidden else FIRST
+        else:
+            plan.target, plan.size = target, run.values[norm.value].shape[1]
+    else:
+        found = reader.prior(call)
+        if found is None:
+            plan.reason = "its sources do not reach it" if sources else FIRST
+        else:
+            plan.target, plan.size = found
+            leaves = program.leaves(plan.target, Posterior)
+            plan.posteriors = tuple(sorted(step.call for step in leaves if isinstance(step, Posterior)))
+    return plan
+
+
+def _agree(plans: dict[str, NormPlan]) -> None:
+    """A norm that is called several times has one A: calls that bring another number of posteriors have no prior."""
+    for plan in plans.values():
+        sizes = [call.size for call in plan.calls if call.size is not None]
+        for call in plan.calls:
+            if call.size is not None and call.size != sizes[0]:
+                call.target, call.posteriors = None, ()
+                call.reason = f"this call is fed by {call.size} posteriors, the first by {sizes[0]}"
+
+
+def describe_path(run: Trace, call: int) -> str:
+    """The operations between a norm and the nearest norm before it, in the order they run."""
+    index, steps = run.norms[call].value, []
+    while True:
+        value = run.values[index]
+        if value.op is None or run.ops[value.op].norm is not None:
+            break
+        op = run.ops[value.op]
+        steps.append(_described(run, value.op))
+        fed = [i for i in op.inputs if run.values[i].fed]
+        if not fed:
+            break
+        # Along the operand that a norm reaches, and among those the one with the nearest.
+        index = max(fed, key=lambda i: (run.values[i].sources != 0, run.values[i].sources.bit_length(), i))
+    shown = [step for step in reversed(steps) if step]
+    merged = [step for i, step in enumerate(shown) if i == 0 or step != shown[i - 1]]
+    return " → ".join(merged if len(merged) <= 6 else [*merged[:2], "…", *merged[-3:]])
+
+
+def _described(run: Trace, index: int) -> str:
+    op = run.ops[index]
+    if op.name in ("contiguous", "to", "dropout", "clone", "float", "getitem", "view", "reshape"):
+        return ""
+    if op.name.startswith("conv") and len(op.inputs) > 1:
+        kernel = "×".join(str(size) for size in run.values[op.inputs[1]].shape[2:])
+        return f"{op.name.replace('conv_transpose', 'transposed conv').rstrip('123d')} {kernel}"
+    return op.name

@@ -1,0 +1,356 @@
+"""The plan of a converted model: a flat list of small steps on moments, evaluated when a norm asks for its prior.
+
+Steps hold no activations. They read parameters from the modules that own them at the moment they run, so optimizers,
+`load_state_dict`, `functional_call` and copies of the model need no care here. A flat list, not nested objects, because
+residual chains are deep and Python's recursion is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmannorm import moments as algebra
+from kalmannorm._support.pickles import Complete
+from kalmannorm._wiring.recording.trace import Ref
+from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm.moments import Moments
+from kalmannorm.moments.core import full_precision
+
+
+@dataclass
+class Context:
+    """What the steps of one evaluation may need to know."""
+
+    device: torch.device
+    dtype: torch.dtype
+    posteriors: dict[int, Moments]
+    examples: int = 0  # of what is normalized, where something is
+
+
+@dataclass
+class Step(Complete):
+    """One step; `inputs` are indices of earlier steps, whose results it gets."""
+
+    inputs: tuple[int, ...] = ()
+
+    def run(self, given: list[Any], context: Context) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class NormBelief(Step):
+    """N(β, γ²): what a norm's output is believed to be."""
+
+    norm: Weakly = field(default_factory=lambda: Weakly(None))
+    channels: int = 0
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        return _belief(self.norm.tensor("weight"), self.norm.tensor("bias"), self.channels, context)
+
+
+@dataclass
+class AffineBelief(Step):
+    """The same for a norm that is not ours, from its γ and β; which of the two the inputs are is in `parts`."""
+
+    parts: tuple[str, ...] = ()
+    channels: int = 0
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        weight = bias = None
+        for part, tensor in zip(self.parts, given, strict=True):
+            if part == "weight":
+                weight = tensor.reshape(-1)
+            else:
+                bias = tensor.reshape(-1)
+        return _belief(weight, bias, self.channels, context)
+
+
+def _belief(weight: Any, bias: Any, channels: int, context: Context) -> Moments:
+    if weight is None and bias is None:
+        mean = torch.zeros(1, channels, device=context.device, dtype=context.dtype)
+        return Moments(mean, torch.ones_like(mean))
+    return _there(algebra.belief(weight, bias).to(context.dtype), context)
+
+
+def _there(m: Moments, context: Context) -> Moments:
+    """On the device of the norm that asks: a large model may lie on several."""
+    if m.mean.device == context.device:
+        return m
+    mean, var, cov = m
+    return Moments(mean.to(context.device), var.to(context.device), None if cov is None else cov.to(context.device))
+
+
+@dataclass
+class Posterior(Step):
+    """The posterior that a norm of this forward ended with."""
+
+    call: int = 0
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        return _there(context.posteriors[self.call], context)
+
+
+@dataclass
+class Parameter(Step):
+    """A parameter or buffer, read from its owner."""
+
+    owner: Weakly = field(default_factory=lambda: Weakly(None))
+    name: str = ""
+
+    def run(self, given: list[Any], context: Context) -> Any:
+        tensor = self.owner.tensor(self.name)
+        return tensor if tensor.device == context.device else tensor.to(context.device)
+
+
+@dataclass
+class Constant(Step):
+    """A tensor that the model's code makes of nothing, or an index; follows the model to its device."""
+
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def run(self, given: list[Any], context: Context) -> Tensor:
+        if self.tensor.device == context.device:
+            return self.tensor
+        with torch.inference_mode(False):  # what is kept must serve a training step too
+            tensor = self.tensor.to(context.device)
+        if type(tensor) is Tensor:  # an exporter's stand-in must not outlive its trace
+            self.tensor = tensor
+        return tensor
+
+
+@dataclass
+class Fixed(Step):
+    """Moments that depend on parameters alone, computed once; what another step becomes in `freeze_priors`."""
+
+    moments: Moments | None = None
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        assert self.moments is not None
+        mean, var, _ = self.moments
+        return Moments(mean.to(context.device, context.dtype), var.to(context.device, context.dtype))
+
+
+@dataclass
+class Replay(Step):
+    """A function of parameters alone, such as a standardized weight, called again; `Ref`s are places in `inputs`."""
+
+    func: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: int | None = None
+
+    def run(self, given: list[Any], context: Context) -> Any:
+        assert self.func is not None
+        args = [_filled(a, given) for a in self.args]
+        kwargs = {name: _filled(a, given) for name, a in self.kwargs.items()}
+        out = self.func(*args, **kwargs)
+        return out if self.output is None else out[self.output]
+
+
+def _filled(argument: Any, given: list[Any]) -> Any:
+    if isinstance(argument, Ref):
+        return given[argument.index]
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([_filled(a, given) for a in argument])
+    return argument
+
+
+@dataclass
+class Static(Step):
+    """A tensor of parameters as moments: its values, with no variance."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        mean = given[0].to(context.dtype).reshape(1, -1)
+        return Moments(mean, torch.zeros_like(mean))
+
+
+@dataclass
+class Apply(Step):
+    """A function of `kalmannorm.moments` on the inputs, with options."""
+
+    function: Callable[..., Moments] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        assert self.function is not None
+        return self.function(*given, **self.options)
+
+
+@dataclass
+class Combine(Step):
+    """A sum, difference, product or concatenation; where the numbers of groups differ, each side is pooled to one."""
+
+    function: Callable[..., Moments] | None = None
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        assert self.function is not None
+        rows = 1
+        for m in given:
+            if m.mean.shape[0] != 1:
+                if rows not in (1, m.mean.shape[0]):
+                    given = [other.pooled() for other in given]
+                    break
+                rows = m.mean.shape[0]
+        return self.function(given) if self.function is algebra.concatenate else self.function(*given)
+
+
+@dataclass
+class Detach(Step):
+    """Where the model stops a gradient, the prior stops it too."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        mean, var, cov = given[0]
+        return Moments(mean.detach(), var.detach(), None if cov is None else cov.detach())
+
+
+@dataclass
+class Slice(Step):
+    """Neighbouring channels."""
+
+    start: int = 0
+    stop: int = 0
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        return algebra.select(given[0], slice(self.start, self.stop))
+
+
+@dataclass
+class Select(Step):
+    """Channels by the index that the second input is."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        return algebra.select(given[0], given[1])
+
+
+@dataclass
+class Mix(Step):
+    """Every channel an even mixture of the entries in the second input, (C, n), in the shares of the third."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        m, index, share = given
+        share = share.to(m.mean.dtype)
+        parts, spread = m.mean[:, index], m.var[:, index]  # (G, C, n)
+        mean = (parts * share).sum(2)
+        return Moments(mean, ((spread + (parts - mean.unsqueeze(2)).square()) * share).sum(2))
+
+
+@dataclass
+class WeightedSum(Step):
+    """Every channel a sum of entries: which ones is in the second input, (C, n), then their weights for the mean and
+    for the variance."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        m, index, weights, spread = given
+        mean = (m.mean[:, index] * weights.to(m.mean.dtype)).sum(2)
+        return Moments(mean, (m.var[:, index] * spread.to(m.var.dtype)).sum(2))
+
+
+@dataclass
+class Standardized(Step):
+    """A norm across channels, for many of them: centred and scaled by the mean and variance over each group."""
+
+    parts: tuple[str, ...] = ()
+    groups: int = 1
+    centred: bool = True
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        mean, var = (part.unflatten(1, (self.groups, -1)) for part in (given[0].mean, given[0].var))
+        if self.centred:
+            mean = mean - mean.mean(2, keepdim=True)
+        scale = (mean.square() + var).mean(2, keepdim=True).clamp(min=1e-12).rsqrt()
+        m = Moments((mean * scale).flatten(1), (var * scale.square()).flatten(1))
+        for part, tensor in zip(self.parts, given[1:], strict=True):
+            m = algebra.scale(m, tensor) if part == "weight" else algebra.shift(m, tensor)
+        return m
+
+
+@dataclass
+class Softmax(Step):
+    """Weights that sum to 1 over `size` alternatives: 1/n, and to first order var (1 - 1/n) / n²."""
+
+    size: int = 1
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        n = self.size
+        m = given[0]
+        return Moments(torch.full_like(m.mean, 1 / n), (m.var * ((1 - 1 / n) / n**2)).clamp(max=(1 - 1 / n) / n))
+
+
+@dataclass
+class Program(Complete):
+    """All steps of a model's plan."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def add(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def constant(self, tensor: Tensor) -> int:
+        return self.add(Constant((), tensor))
+
+    def evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> Moments:
+        """The result of a step; `memo` keeps the results of steps for the norms that ask next."""
+        if target not in memo:
+            with full_precision(context.device):
+                self._evaluate(target, context, memo)
+        result: Moments = memo[target]
+        return result
+
+    def _evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> None:
+        pending = [target]
+        while pending:
+            index = pending[-1]
+            if index in memo:
+                pending.pop()
+                continue
+            step = self.steps[index]
+            missing = [i for i in step.inputs if i not in memo]
+            if missing:
+                pending.extend(missing)
+                continue
+            memo[index] = step.run([memo[i] for i in step.inputs], context)
+            pending.pop()
+
+    def owned(self) -> list[Weakly]:
+        """The modules whose tensors any step reads."""
+        beliefs = [step.norm for step in self.steps if isinstance(step, NormBelief)]
+        return beliefs + [step.owner for step in self.steps if isinstance(step, Parameter)]
+
+    def owners(self, target: int) -> list[Weakly]:
+        """The modules whose parameters a step depends on."""
+        norms = [step.norm for step in self.leaves(target, NormBelief) if isinstance(step, NormBelief)]
+        return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]
+
+    def leaves(self, target: int, kind: type[Step]) -> list[Step]:
+        """The steps of a kind that a step depends on."""
+        seen: set[int] = set()
+        pending: list[int] = [target]
+        found = []
+        while pending:
+            index = pending.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            if isinstance(self.steps[index], kind):
+                found.append(self.steps[index])
+            pending.extend(self.steps[index].inputs)
+        return found
+
+
+def selected(program: Program, step: int, entries: Tensor, size: int) -> int:
+    """Add the step that picks these entries of a belief of `size`, if it is not all of them in order."""
+    entries = entries.reshape(-1)
+    start, count = int(entries[0]), entries.numel()
+    if torch.equal(entries, torch.arange(start, start + count)):
+        return step if (start, count) == (0, size) else program.add(Slice((step,), start, start + count))
+    return program.add(Select((step, program.constant(entries))))
+
+
+def combined(program: Program, function: Callable[..., Moments], steps: Sequence[int]) -> int:
+    return program.add(Combine(tuple(steps), function))

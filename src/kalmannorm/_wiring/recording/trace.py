@@ -1,0 +1,145 @@
+"""What a model does with its input, from one concrete run: every operation, in order, and the tensors between.
+
+The run happens under a `TorchFunctionMode`, which sees modules, functions, methods and in-place operations alike and
+follows whatever control flow the input takes. Tensors are known by identity and not kept alive, so the run needs no
+more memory than any forward without gradients. Norms run as stubs that touch no statistics, so that nothing of the run
+stays behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from kalmannorm._support.rewritten import unfused
+from kalmannorm._wiring.recording.recorder import Recorder
+from kalmannorm._wiring.recording.records import NormCall, Op, Ref, Trace, Value, function_name
+from kalmannorm._wiring.recording.untouched import untouched
+
+__all__ = ["NoInputError", "NormCall", "Op", "Ref", "Trace", "Value", "arguments", "function_name", "trace"]
+
+_MOST_OBJECTS = 1 << 16  # of an example input, looked through for tensors
+
+
+class NoInputError(ValueError):
+    """The example input holds no tensor that could be found."""
+
+
+def _standardized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """What a norm does, from this batch alone and for any number of values."""
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    statistics = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    var, mean = torch.var_mean(statistics, axes, correction=0)
+    mean, var = mean.to(x.dtype), var.to(x.dtype)
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+
+def _stub(recorder: Recorder, name: str, norm: nn.Module, then: Sequence[str]) -> Callable[..., Any]:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with recorder.pause(), torch.no_grad():
+            y = _standardized(x, norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+        recorder.norm_call(name, norm, x, y)
+        for child in then:
+            y = getattr(norm, child)(y)
+        return y
+
+    return forward
+
+
+def arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple is positional arguments, a dict keyword arguments, anything else one argument."""
+    if isinstance(example_input, dict):
+        return (), example_input
+    if type(example_input) is tuple:
+        return example_input, {}
+    return (example_input,), {}
+
+
+def _held(example_input: Any) -> Iterator[Any]:
+    """Everything an example input holds, in containers of whatever kind."""
+    skipped = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module)
+    pending, seen = [example_input], {id(example_input)}
+    while pending and len(seen) < _MOST_OBJECTS:
+        found = pending.pop()
+        yield found
+        if not isinstance(found, (Tensor, str, bytes, int, float, complex, type(None))):
+            inner = [o for o in gc.get_referents(found) if id(o) not in seen and not isinstance(o, skipped)]
+            seen.update(id(o) for o in inner)
+            pending.extend(inner)
+
+
+def _feed(recorder: Recorder, example_input: Any, given: Any) -> None:
+    """All tensors of the input are data."""
+    own = {id(t): t for t in tree_flatten(given)[0] if isinstance(t, Tensor)}
+    objects = False
+    for found in _held((example_input, given)):
+        if isinstance(found, Tensor):
+            own[id(found)] = found
+        elif type(found).__module__.split(".")[0] == "numpy":
+            recorder.escaped = objects = True
+        elif not isinstance(found, (str, bytes, int, float, complex, tuple, list, dict, type(None))):
+            objects = True
+    if not own and objects:
+        raise NoInputError(
+            f"example_input: no tensor found in a {type(example_input).__name__}; give the tensors themselves, or an "
+            "object that holds them"
+        )
+    for tensor in own.values():
+        recorder.add_input(tensor)
+
+
+def _copied(model: nn.Module, given: Any) -> Any:
+    """Inputs that the model may write into. Those in containers that pytree does not know stay what they are."""
+    copies = {id(t): t for t in (*model.parameters(), *model.buffers())}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+        return copies[id(tensor)]
+
+    return tree_map_only(Tensor, copy, given)
+
+
+@contextmanager
+def _no_graph(model: nn.Module) -> Iterator[None]:
+    """No activation is kept for a backward, though gradients are enabled: the model's own `no_grad` has to show."""
+    learning = [p for p in model.parameters() if p.is_leaf and p.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def trace(
+    model: nn.Module, example_input: Any, norms: Mapping[str, tuple[nn.Module, Sequence[str]]], *, training: bool
+) -> Trace:
+    """Run the model once in the given mode and record it; the model and the input are left as they were.
+
+    `norms` are the norms to recognise: by name, the module and the children it applies to its result, in order.
+    """
+    args, kwargs = _copied(model, arguments(example_input))
+    recorder = Recorder(model)
+    _feed(recorder, example_input, (args, kwargs))
+    names = {id(module): name for name, module in model.named_modules()}
+    with unfused(model), untouched(model, training=training), _no_graph(model), recorder.watching(names):
+        for name, (norm, then) in norms.items():
+            norm.__dict__["forward"] = _stub(recorder, name, norm, then)
+        try:
+            with recorder, recorder.seeing_functions():
+                out = model(*args, **kwargs)
+            return recorder.finish(out)
+        finally:
+            recorder.restore()

@@ -1,0 +1,1 @@
+"""The rules: what a transition knows about each recorded operation."""

@@ -1,5 +1,0 @@
-"""`fuse`: norm and ReLU, and norm, sum and ReLU, become one pass in a converted model."""
-
-from kalmannorm.fusion.fusing import Fusion, fuse
-
-__all__ = ["Fusion", "fuse"]

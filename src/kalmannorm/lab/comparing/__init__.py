@@ -1,0 +1,1 @@
+"""Many runs: cells, worker processes, live tables, summaries."""

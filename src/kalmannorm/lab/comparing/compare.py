@@ -1,0 +1,155 @@
+"""Many runs, side by side in worker processes: what is finished is kept, what was broken off goes on.
+
+A cell that diverges has a result like any other. One that fails stops no other, and is named at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import torch
+
+from kalmannorm.lab.comparing import cells as table
+from kalmannorm.lab.comparing.cells import Cell
+from kalmannorm.lab.comparing.live import say, screen
+from kalmannorm.lab.comparing.pool import Outcome, perform, seats
+from kalmannorm.lab.comparing.worker import Task, Watch
+from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
+from kalmannorm.lab.files.records import Record, Run, usable
+from kalmannorm.lab.machine.origin import command
+from kalmannorm.lab.recipes import fitting
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm.lab.words.wording import counted, listed
+
+Trainer = Callable[..., Record]
+"""`kalmannorm.lab.training.train.train`, or what stands in for it in a test."""
+
+
+class FailedCellsError(LabError):
+    """Some cells failed, each for the reason given; `runs` are all that have a result."""
+
+    status = 1
+
+    def __init__(self, failures: dict[str, str], total: int, runs: list[Run]) -> None:
+        self.failures, self.runs = failures, runs
+        names: dict[str, list[str]] = {}
+        for name, reason in failures.items():
+            names.setdefault(reason, []).append(name)
+        if len(names) == 1 and len(failures) == total > 1:
+            super().__init__(f"all {total} runs failed: {next(iter(names))}")
+            return
+        lines = "".join(f"\n  {_listed(own)}: {reason}" for reason, own in names.items())
+        head = f"{len(failures)} of {counted(total, 'run')} failed; the same command keeps the rest and tries again"
+        super().__init__(f"{head}:{lines}")
+
+
+def _listed(names: list[str]) -> str:
+    return listed(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    folder: Path,
+    execution: Execution,
+    *,
+    jobs: int | None = None,
+    quiet: bool = False,
+    analyse: Collection[str] = (),
+    trainer: Trainer | None = None,
+) -> list[Run]:
+    """Train every cell into `folder/NAME`, as many at a time as there are GPUs, or cores where there are none.
+
+    Finished cells are skipped, and unfinished ones go on from their checkpoint. The cells named in `analyse` are
+    analysed once they are trained. Raises `FailedCellsError` after the last cell if some failed, `Interrupted`
+    after a Ctrl-C, when every worker has saved.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise LabError("many runs are spread over the GPUs without torchrun: start the command by itself")
+    cells, execution = table.checked(cells), execution.checked()
+    for _, recipe in cells:
+        fitting.checked(recipe, execution)
+    usable(folder)
+    todo = [
+        (name, recipe)
+        for name, recipe in cells
+        if not table.finished(folder / name, recipe) or (name in analyse and not _analysed(folder / name))
+    ]
+    outcomes: list[Outcome] = []
+    if not todo:
+        if not quiet:
+            say(f"all {len(cells)} runs are finished already")
+    else:
+        places = seats(execution.device, jobs, execution.threads)[: len(todo)]
+        tasks = [
+            Task(
+                name.replace("/", "_"),
+                functools.partial(_cell, recipe, folder / name, execution, name in analyse, trainer),
+            )
+            for name, recipe in todo
+        ]
+        with screen(cells, todo, folder, workers=len(places), quiet=quiet) as shown:
+            outcomes = perform(tasks, places, folder / "output", shown)
+        with contextlib.suppress(OSError):  # nothing was printed
+            (folder / "output").rmdir()
+    return _gathered(cells, folder, dict(zip((name for name, _ in todo), outcomes, strict=True)))
+
+
+def _gathered(cells: Sequence[Cell], folder: Path, outcomes: dict[str, Outcome]) -> list[Run]:
+    """The disk says what is finished: a worker may have been interrupted right after it wrote its result."""
+    runs = [Run.read(folder / name) for name, recipe in cells if table.finished(folder / name, recipe)]
+    if any(outcome.kind == "interrupted" for outcome in outcomes.values()):
+        raise Interrupted(
+            f"{len(runs)} of {len(cells)} runs are finished, those under way are saved; go on with: {command()}"
+        )
+    failures = {name: outcome.reason for name, outcome in outcomes.items() if outcome.kind == "failed"}
+    if failures:
+        raise FailedCellsError(failures, len(cells), runs)
+    return runs
+
+
+def _cell(
+    recipe: Recipe,
+    folder: Path,
+    execution: Execution,
+    analysed: bool,
+    trainer: Trainer | None,
+    device: str,
+    watch: Watch,
+) -> None:
+    """In a worker: what this cell still lacks."""
+    execution = dataclasses.replace(execution, device=device)
+    try:
+        _trainer(trainer)(recipe, folder, execution, resume=True, watch=watch)  # a finished run is left as it is
+        if analysed and not _analysed(folder):
+            from kalmannorm.lab.analysis.analyse import analyse
+
+            watch({"event": "analyse"})
+            analyse(folder, device=device, data_root=execution.data_root, workers=execution.workers)
+    except DivergedError:
+        if not Run.read(folder).finished:
+            raise
+    finally:
+        if device != "cpu":  # other workers may share the GPU
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _trainer(given: Trainer | None) -> Trainer:
+    if given is None:
+        from kalmannorm.lab.training.train import train
+
+        return train
+    return given
+
+
+def _analysed(folder: Path) -> bool:
+    """A diverged net has nothing to analyse."""
+    run = Run.read(folder)
+    result = run.result
+    return run.analysis("variance-gap") is not None or bool(result and result["diverged"])

@@ -1,0 +1,1 @@
+"""The machine: devices, memory, and where a figure was measured."""

@@ -1,0 +1,1 @@
+"""What a run is: setting, method, recipe, presets."""

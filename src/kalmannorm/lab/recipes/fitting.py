@@ -1,0 +1,32 @@
+"""Whether a recipe can run where it is to run. Apart from `device`, whose libraries take seconds to import."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.machine.devices import resolve
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+
+
+def checked(recipe: Recipe, execution: Execution) -> tuple[torch.device, int]:
+    """The device and the number of ranks, or the error that says why this recipe cannot run on them."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if recipe.gradient_batch % ranks or (recipe.gradient_batch // ranks) % recipe.statistics_batch:
+        raise LabError(
+            f"setting {recipe.setting} does not split over {ranks} ranks: each needs whole groups of "
+            f"{recipe.statistics_batch}; start fewer ranks"
+        )
+    device = resolve(execution.device)
+    if recipe.precision == "fp16" and device.type == "cpu":
+        raise LabError("--precision fp16 needs a GPU; a CPU has bf16")
+    if execution.cuda_graph and (ranks > 1 or device.type != "cuda" or recipe.precision == "fp16"):
+        raise LabError("--cuda-graph needs one GPU, one rank and a precision other than fp16")
+    if execution.micro_batch is not None and execution.micro_batch % recipe.statistics_batch:
+        raise LabError(
+            f"--micro-batch {execution.micro_batch} must hold whole groups: a multiple of the statistics batch "
+            f"{recipe.statistics_batch}"
+        )
+    return device, ranks

@@ -1,0 +1,86 @@
+"""The normalizers that the lab compares: a plain BatchNorm model, converted as a user would convert it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from kalmannorm._model.convert import convert
+from kalmannorm._norms.grouped import INFERENCE_MODES
+from kalmannorm.lab.errors import one_of
+
+
+@dataclass(frozen=True)
+class Method:
+    """`to` and `options` are those of `kalmannorm.convert`; `modes` the ways of inference it has."""
+
+    title: str
+    words: str
+    """What it is, in one sentence for people."""
+    to: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[str, ...] = INFERENCE_MODES
+    groups: bool = True
+    """Whether the statistics batch matters at all."""
+
+    def takes(self, name: str) -> bool:
+        """Whether this field of a recipe says anything to it."""
+        return {"gain": self.to == "kalman", "finish_epochs": self.groups}.get(name, True)
+
+
+METHODS: dict[str, Method] = {
+    "bn": Method("BN", "Batch norm: each group is normalized by its own statistics.", "ghost"),
+    "brn": Method(
+        "BRN",
+        "Batch Renorm: batch norm, corrected towards its moving averages.",
+        "renorm",
+        modes=("population", "batch"),
+    ),
+    "gn": Method(
+        "GN", "Group norm: each image by itself, in groups of channels.", "group", modes=("population",), groups=False
+    ),
+    "ln": Method(
+        "LN", "Layer norm: each image by itself, all channels together.", "layer", modes=("population",), groups=False
+    ),
+    "in": Method(
+        "IN", "Instance norm: each channel of each image by itself.", "instance", modes=("population",), groups=False
+    ),
+    "bkn": Method(
+        "BKN",
+        "Batch Kalman norm: statistics are predicted from the layer before, through the weights between, and corrected "
+        "by the group's own.",
+        "kalman",
+        {"transition": "weights"},
+    ),
+    "bkn-learned": Method(
+        "BKN learned",
+        "The paper's Batch Kalman norm: how one layer predicts the next is learned.",
+        "kalman",
+        {"transition": "learned", "gain": 0.9},
+    ),
+}
+
+
+def method(name: str) -> Method:
+    return METHODS[one_of("method", name, METHODS)]
+
+
+def normalized(
+    model: nn.Module, name: str, example: Tensor, *, statistics_batch: int, steps: int, gain: float | None = None
+) -> nn.Module:
+    """The model, converted in place, for a training of `steps`; `gain` is where q starts, None the method's own start.
+
+    Batch Renorm's schedule is its paper's, scaled from 160,000 steps to this many.
+    """
+    chosen = method(name)
+    options = dict(chosen.options)
+    if chosen.groups:
+        options["statistics_batch_size"] = statistics_batch
+    if chosen.takes("gain") and gain is not None:
+        options["gain"] = gain
+    if chosen.to == "renorm":
+        options.update(warmup_steps=steps // 32, r_steps=steps // 4, d_steps=5 * steps // 32)
+    return convert(model, example, to=chosen.to, inplace=True, **options)  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""What a run is: `Recipe` decides its numbers, `Execution` how they are computed; both are saved beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kalmannorm.lab.bounds import IMAGE_SIZE, INSIDE, SHARE, Bounds, at_least, positive, up_to, whole
+from kalmannorm.lab.errors import LabError, one_of, useless
+from kalmannorm.lab.machine.devices import check_threads
+from kalmannorm.lab.recipes.methods import method
+from kalmannorm.lab.recipes.setting import Setting
+
+Optimizer = Literal["sgd", "adamw"]
+Schedule = Literal["cosine", "linear", "step", "constant"]
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+
+BOUNDS: dict[str, Bounds] = {
+    "epochs": positive(1e6),
+    # An optimizer hands both to float32, AdamW their product and ten times the rate.
+    "learning_rate": positive(1e30),
+    "weight_decay": up_to(1e6),
+    "momentum": SHARE,
+    "warmup_epochs": up_to(1e6),
+    "label_smoothing": SHARE,
+    "image_size": IMAGE_SIZE,
+    "width": positive(64.0),
+    "gain": INSIDE,
+    "train_examples": at_least(1),
+    "test_examples": at_least(1),
+    "evaluate_every": up_to(1e6),
+    "finish_epochs": up_to(1e6),
+    "seed": whole(-(2**63), 2**63 - 1),
+}
+"""Of every number in a recipe but the setting, which has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that a run's numbers depend on, but for rounding.
+
+    Equal recipes give equal results, bit for bit on one CPU with one number of threads: a sum over other parts rounds
+    differently, and training makes that grow.
+    """
+
+    model: str = "digits-net"
+    dataset: str = "digits"
+    method: str = "bkn"
+    gradient_batch: int = 64
+    statistics_batch: int = 2
+    epochs: float = 20
+    optimizer: Optimizer = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    schedule: Schedule = "cosine"
+    warmup_epochs: float = 0.0
+    label_smoothing: float = 0.0
+    precision: Precision = "float32"
+    channels_last: bool = False
+    augment: bool = True
+    image_size: int | None = None
+    """None is the data set's own."""
+    width: float = 1.0
+    """All channels of the model, scaled: see the experiment `parameters`."""
+    gain: float | None = None
+    """Where q starts; None is the method's own start."""
+    train_examples: int | None = None
+    """Only so many of the training set, the same for every run; None is all."""
+    test_examples: int | None = None
+    evaluate_every: float = 1.0
+    """Epochs between evaluations; 0 evaluates at the end only."""
+    finish_epochs: float = 0.0
+    """The last epochs are trained on frozen population statistics: kalmannorm.finish_on_population."""
+    pretrained: bool = False
+    seed: int = 0
+    deterministic: bool = False
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.gradient_batch, self.statistics_batch)
+
+    @property
+    def name(self) -> str:
+        """A folder name for people; `digest` tells apart what it does not."""
+        return f"{self.model}-{self.method}-{self.gradient_batch}x{self.statistics_batch}-s{self.seed}".replace(
+            "/", "_"
+        )
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def checked(self) -> Recipe:
+        """This recipe, or the error that says what is wrong with it."""
+        self.setting.checked()
+        method(self.method)
+        for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
+            one_of(name, getattr(self, name), get_args(choices))
+        for name, bounds in BOUNDS.items():
+            if getattr(self, name) is not None:
+                bounds.check(name, getattr(self, name))
+        if self.warmup_epochs + self.finish_epochs > self.epochs:
+            raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
+        for name in ("gain", "finish_epochs"):
+            if getattr(self, name) and not method(self.method).takes(name):
+                raise LabError(useless(name, method(self.method).title))
+        return self
+
+    def differs_in(self, other: Recipe) -> str | None:
+        """The first field whose value is another in the other recipe."""
+        return next((name for name, value in self.to_json().items() if getattr(other, name) != value), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Recipe:
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise LabError(f"this recipe holds {', '.join(unknown)}, which this version of kalmannorm does not know")
+        _check_kinds(cls, values, "recipe")
+        return cls(**values).checked()
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "Path | None": (str, type(None)),
+}
+"""What a field's annotation allows in JSON; of all others, a word."""
+
+
+def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
+    for field in dataclasses.fields(cls):
+        if field.name in values and not _possible(str(field.type), values[field.name]):
+            raise LabError(f"this {what} is damaged: {field.name} cannot be {reprlib.repr(values[field.name])}")
+
+
+def _possible(annotation: str, value: Any) -> bool:
+    if type(value) not in _KINDS.get(annotation, (str,)):
+        return False
+    return type(value) is not float or math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is computed: none of this changes its numbers by more than rounding."""
+
+    device: str = "auto"
+    threads: int | None = None
+    """Of the CPU; None is as many as torch sees fit."""
+    micro_batch: int | None = None
+    """Examples per forward, gradients accumulated; None is the whole gradient batch."""
+    fuse: bool = False
+    """Norm and ReLU, and norm, sum and ReLU, in one pass, where the method's norms can: `kalmannorm.fuse`."""
+    compile: bool = False
+    cuda_graph: bool = False
+    workers: int = 4
+    """Processes that read an image folder."""
+    data_root: Path | None = None
+    """Where data sets are kept; None is the default of `kalmannorm data`."""
+    save_every: int | None = None
+    """Steps between checkpoints; None is once per epoch."""
+    log_every: int | None = None
+    """Steps between events of the log; None is ten times per epoch."""
+    tensorboard: bool = True
+
+    def checked(self) -> Execution:
+        check_threads(self.threads)
+        for name in ("micro_batch", "save_every", "log_every"):
+            if getattr(self, name) is not None:
+                at_least(1).check(name, getattr(self, name))
+        at_least(0).check("workers", self.workers)
+        return self
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Execution:
+        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know.
+
+        Kinds are checked, numbers are not: another machine may refuse them, and a user may replace them.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        _check_kinds(cls, kept, "execution")
+        if kept.get("data_root") is not None:
+            kept["data_root"] = Path(kept["data_root"])
+        return cls(**kept)

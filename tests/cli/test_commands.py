@@ -1,0 +1,138 @@
+"""The command line itself: what it says to a typing error, its help, its version, and a Ctrl-C at any time."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import kalmannorm
+from kalmannorm.cli.app import app, run
+from kalmannorm.cli.options import _EXECUTION, _RECIPE
+from kalmannorm.lab.recipes.presets import PRESETS
+from support.saying import said
+
+COMMANDS = typer.main.get_command(app).commands
+DATA_SETS = Path(__file__).parents[2] / "docs" / "data.md"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("train --lr 0.1", "unknown option --lr: did you mean --learning-rate? See kalmannorm train --help"),
+        ("train --wd 0", "did you mean --weight-decay?"),  # by its initials
+        ("train --epoch 3", "did you mean --epochs?"),  # by its beginning
+        ("train --dat digits", "did you mean --data-root or --dataset?"),
+        ("train --lerning-rate 3", "did you mean --learning-rate?"),  # by its letters
+        ("train --batch-size 64", "did you mean --setting?"),  # by another name
+        ("train --frobnicate", "unknown option --frobnicate. See"),
+        ("train --seed x", "'--seed'"),
+        ("train again", "unexpected extra argument"),
+        ("compare --seeds 0", "'--seeds'"),
+        ("evaluate", "missing argument"),
+        ("export run", "missing option '--output'"),
+        ("bench --devise cpu", "did you mean --device? See kalmannorm bench step --help"),
+        ("data fetsh", "'fetch'"),
+        ("tran", "'train'? See kalmannorm --help"),
+        ("--verison", "did you mean --version?"),
+    ],
+)
+def test_typing_errors(capsys, arguments, expected):
+    assert expected in said(capsys, *arguments.split())
+
+
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"kalmannorm {kalmannorm.__version__}, torch ")
+
+
+def help_of(capsys, monkeypatch, *command: str) -> str:
+    """At a width where nothing needs to be wrapped."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 500)
+    assert run([*command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_lines_of_a_help_end_where_the_terminal_does(capsys, monkeypatch, name):
+    shown = help_of(capsys, monkeypatch, name)
+    for paragraph in COMMANDS[name].help.split("\n\n"):
+        assert " ".join(paragraph.split()) in shown
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "reproduce"])
+def test_every_option_says_its_default(capsys, monkeypatch, command):
+    lines = help_of(capsys, monkeypatch, command).splitlines()
+    for _, _, flag, _ in (*_RECIPE, *_EXECUTION):
+        (line,) = (line for line in lines if re.search(rf"{flag.split('/')[0]} ", line))
+        assert re.search(r"\[default: \S.*\]", line), line
+
+
+def test_defaults_are_those_that_a_run_has(capsys, monkeypatch):
+    """Where data sets differ the help says no number, where they agree it says theirs."""
+    shown = help_of(capsys, monkeypatch, "train")
+    recipes = list(PRESETS.values())
+    for name, _, flag, _ in _RECIPE:
+        (found,) = re.findall(rf"{flag.split('/')[0]} .*\[default: (.*?)\]", shown)
+        values = {getattr(recipe, name) for recipe in recipes}
+        if len(values) > 1:
+            assert found == "the data set's own"
+        elif isinstance(value := values.pop(), float):
+            assert float(found.split()[0]) == value
+        elif isinstance(value, bool):
+            assert found == flag.split("/")[0 if value else 1].removeprefix("--")
+
+
+def test_the_documented_defaults_of_the_data_sets():
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (`[\w-]+` \| \(.*?) \|$", DATA_SETS.read_text(), re.MULTILINE))
+    assert set(rows) == set(PRESETS)
+    for name, recipe in PRESETS.items():
+        values = [recipe.setting, recipe.epochs, recipe.learning_rate, recipe.weight_decay, recipe.schedule]
+        assert rows[name] == f"`{recipe.model}` | " + " | ".join(map(str, values))
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with signals ignored
+sys.meta_path.insert(0, Interrupting())
+from kalmannorm_command import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["torch", "typer", "kalmannorm.lab.training.train"], ids=["package", "command line", "command"]
+)
+def test_interrupted_while_it_imports(tmp_path, module):
+    """Most of the first seconds are spent on imports: before the command line is there, and in the command."""
+    code = INTERRUPTED.format(module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--epochs", "1"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (130, "kalmannorm: interrupted\n", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["heeded", "ignored"])
+def test_interrupts_are_as_before_once_it_runs(before, monkeypatch):
+    found = []
+    monkeypatch.setattr("kalmannorm.cli.main", lambda: found.append(signal.getsignal(signal.SIGINT)))
+    from kalmannorm_command import main
+
+    own = signal.signal(signal.SIGINT, before)
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGINT, own)
+    assert found == [before]

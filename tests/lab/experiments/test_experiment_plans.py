@@ -1,0 +1,70 @@
+"""Plans of the paper's experiments: which data, nets, lengths and seeds, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.experiments import planning
+from kalmannorm.lab.experiments.catalogue import experiment
+from kalmannorm.lab.experiments.planning import Wanted, plan
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+
+EXECUTION = Execution(device="cpu")
+
+
+def cells_of(name: str, **wanted) -> dict[str, Recipe]:
+    return {cell.folder: cell.recipe for cell in plan(experiment(name), Wanted(**wanted), EXECUTION).cells}
+
+
+def test_the_budget_scales_the_length_and_the_paper_decides_the_rest():
+    full = cells_of("moderate", dataset="digits", seeds=1)
+    tenth = cells_of("moderate", dataset="digits", seeds=1, budget=0.1)
+    assert {recipe.epochs for recipe in full.values()} == {20} and {r.epochs for r in tenth.values()} == {2.0}
+    assert {recipe.evaluate_every for recipe in tenth.values()} == {0.1}
+    paper = plan(experiment("moderate"), Wanted("digits", paper_only=True, seeds=1), EXECUTION)
+    assert [arm.method for arm in paper.arms] == ["bn", "bkn-learned"]
+    assert len({cell.folder for cell in paper.cells}) == 2
+
+
+def pretend(monkeypatch, classes: int, train_size: int) -> None:
+    """Data sets that are not here, as far as a plan asks for them."""
+    shown = SimpleNamespace(classes=classes, train_size=train_size, shape=(3, 32, 32))
+    monkeypatch.setattr(planning, "_data", lambda *_: shown)
+
+
+def test_imagenet_is_the_papers_own(monkeypatch):
+    pretend(monkeypatch, 1000, 1_281_167)
+    chosen = plan(experiment("moderate"), Wanted(), EXECUTION)
+    assert chosen.stand_in is False and chosen.models == {"inception": "bn-inception", "resnet": "resnet101"}
+    assert [(cell.recipe.epochs, cell.recipe.seed) for cell in chosen.cells] == [(34, 0)] * 6  # no GN, one seed
+    assert plan(experiment("moderate"), Wanted("folder:/my/imagenet"), EXECUTION).stand_in is False
+    assert plan(experiment("moderate"), Wanted(model="resnet18"), EXECUTION).stand_in is True
+    pretend(monkeypatch, 100, 126_000)
+    assert plan(experiment("moderate"), Wanted("folder:/my/birds"), EXECUTION).stand_in is True
+
+
+def test_each_cell_has_a_folder_of_its_own(monkeypatch):
+    pretend(monkeypatch, 10, 50_000)
+    both = plan(experiment("cifar"), Wanted(seeds=2), EXECUTION)
+    assert both.stand_in is False and both.datasets == ["cifar10", "cifar100"]
+    assert len({cell.folder for cell in both.cells}) == len(both.cells) == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is more than the 200"),
+        ({"dataset": "digits", "budget": 0.0}, "--budget must be a positive number"),
+        ({"dataset": "digits", "seeds": 0}, "--seeds must be a whole number from 1"),
+        ({"dataset": "digits", "model": "nonsense"}, "unknown model 'nonsense'"),
+        ({"dataset": "digitz"}, "did you mean 'digits'"),
+        ({"dataset": "digits", "changes": {"precision": "half"}}, "unknown precision"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(wanted, message):
+    with pytest.raises(LabError, match=message) as error:
+        cells_of("moderate", **wanted)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,164 @@
+"""Bundles on Triton's kernels against the same in PyTorch's operations and float64: every entry, every gradient.
+
+Memory that the kernels are to fill holds NaN before, so that nothing they leave out can pass.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch.nn import functional as F
+
+from kalmannorm._ops.propagate import aten, triton_bundle, triton_tables
+from kalmannorm._running import bundling
+from support.bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
+from support.poisoned import DEVICE, poison
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
+
+CASES = {
+    "residual chain, groups, depthwise": (Blocks, IMAGE, {}),
+    "channels_last": (lambda: Blocks().to(memory_format=torch.channels_last), IMAGE, {}),
+    "two knots": (lambda: Blocks(F.hardswish), IMAGE, {}),
+    "branches, transposed, gate": (Branches, IMAGE, {}),
+    "sums before norms, linear layers": (Pre, VECTOR, {"per_channel_gain": True}),
+    "quadrature": (Smooth, (4, 4), {}),
+    "no layers": (Twice, (4, 4), {}),
+}
+
+
+def relative(found, expected):
+    assert found.shape == expected.shape
+    return ((found.double().cpu() - expected.cpu()).abs().max() / expected.abs().max().cpu().clamp(min=1e-3)).item()
+
+
+def run(bundle, tensors, at, at_gains, at_passed, asked):
+    values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device(DEVICE), True)
+    return values, triton_bundle.backward(bundle, tensors, values, at, at_gains, at_passed, asked)
+
+
+def arriving(bundle, tensors, missing=()):
+    at = [tuple(torch.randn(1, result.numel(), device=DEVICE) for _ in range(2)) for result in bundle.results]
+    for i, row in missing:
+        at[i] = tuple(None if r == row else grad for r, grad in enumerate(at[i]))
+    at_gains = [torch.randn(gain.channels, device=DEVICE) for gain in bundle.gains]
+    at_passed = [torch.randn_like(tensors[place]) for place in bundle.passed]
+    if missing:
+        at_gains[0] = at_passed[1] = None
+    return at, at_gains, at_passed
+
+
+def double(values):
+    return [None if value is None else value.double() for value in values]
+
+
+@torch.no_grad()
+def compare(bundle, tensors, missing=(), tolerance=2e-6):
+    at, at_gains, at_passed = arriving(bundle, tensors, missing)
+    asked = [True] * len(tensors)
+    values, grads = run(bundle, tensors, at, at_gains, at_passed, asked)
+    exact = aten.forward(bundle, double(tensors), torch.float64, torch.device(DEVICE), True)
+    expected = aten.backward(
+        bundle,
+        double(tensors),
+        exact,
+        [tuple(double(pair)) for pair in at],
+        [
+            None if grad is None else grad.double().sum_to_size(tensors[gain.logit].shape)
+            for gain, grad in zip(bundle.gains, at_gains, strict=True)
+        ],
+        double(at_passed),
+        asked,
+    )
+    assert relative(values.entries, exact.entries) < tolerance
+    for gain, found, wanted in zip(bundle.gains, values.gains, exact.gains, strict=True):
+        assert found.shape == (gain.channels,)
+        assert relative(found, wanted.expand(gain.channels)) < tolerance
+    for i, (found, wanted) in enumerate(zip(grads, expected, strict=True)):
+        assert found.dtype == tensors[i].dtype
+        assert found.dim() < 4 or found.stride() == tensors[i].stride()
+        assert relative(found, wanted) < (tolerance if found.dtype == torch.float32 else 1e-2), i
+
+
+def prepared(make, shape, options, monkeypatch):
+    model = converted(make(), shape, **options).to(DEVICE)
+    found = bundles(model, torch.randn(shape, device=DEVICE), monkeypatch)
+    poison(monkeypatch)
+    return [(bundle, [tensor.requires_grad_() for tensor in tensors]) for bundle, tensors in found]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_float64(case, monkeypatch):
+    for bundle, tensors in prepared(*CASES[case], monkeypatch):
+        compare(bundle, tensors)
+
+
+def test_parts_that_hand_on(monkeypatch):
+    """What one bundle gives, the next is given; gradients that did not arrive count as zero."""
+    monkeypatch.setattr(bundling, "TOGETHER", 2)
+    found = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
+    assert len(found) == 2 and found[1][0].given
+    for bundle, tensors in found:
+        compare(bundle, tensors, missing=[(0, 0), (1, 0), (1, 1)])
+
+
+def test_half_precision_weights(monkeypatch):
+    """Weights are read in their own dtype, and so are their gradients written."""
+    ((bundle, tensors),) = prepared(*CASES["channels_last"], monkeypatch)
+    half = [tensor.detach().bfloat16() if tensor.dim() > 1 else tensor.detach() for tensor in tensors]
+    biases = [layer.bias for stage in bundle.stages for layer in stage.layers if layer.bias is not None]
+    for place in biases:
+        half[place] = half[place].bfloat16()
+    assert triton_bundle.applies(bundle, half)
+    compare(bundle, [tensor.requires_grad_() for tensor in half])
+
+
+@torch.no_grad()
+def test_bit_for_bit_the_same_again(monkeypatch):
+    ((bundle, tensors),) = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
+    arrived = arriving(bundle, tensors)
+    first, second = (run(bundle, tensors, *arrived, [True] * len(tensors)) for _ in range(2))
+    assert torch.equal(first[0].entries, second[0].entries)
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@torch.no_grad()
+def test_weights_that_need_no_gradient_and_weights_that_moved(monkeypatch):
+    ((bundle, tensors),) = prepared(*CASES["sums before norms, linear layers"], monkeypatch)
+    frozen = bundle.stages[0].layers[0].weight
+    tensors[frozen].requires_grad_(False)
+    arrived = arriving(bundle, tensors)
+    asked = [i != frozen for i in range(len(tensors))]
+    _, before = run(bundle, tensors, *arrived, asked)
+    assert before[frozen] is None
+    elsewhere = [tensor.clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    _, after = run(bundle, elsewhere, *arrived, asked)
+    for a, b in zip(before, after, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_a_weight_of_many_outputs_is_shared_by_programs(monkeypatch):
+    """Gradients at the inputs are then sums over the programs' shares."""
+    monkeypatch.setattr(triton_tables, "ROW_WORK", 64)
+    for bundle, tensors in prepared(*CASES["residual chain, groups, depthwise"], monkeypatch):
+        bundle = copy.deepcopy(bundle)
+        bundle.tables.clear()
+        assert any(row[18] < row[4] for row in triton_tables.tables_of(bundle, torch.device(DEVICE)).rows)
+        compare(bundle, tensors)
+
+
+def test_priors_of_resnet101_take_few_launches(monkeypatch):
+    """Step by step a forward and its backward were some 20,000."""
+    model = converted(torchvision.models.resnet101(), (2, 3, 32, 32)).to(memory_format=torch.channels_last)
+    forward = backward = 0
+    for bundle, tensors in bundles(model, torch.randn(2, 3, 32, 32), monkeypatch):
+        tables = triton_tables.tables_of(bundle, torch.device("cpu"))
+        bound = triton_tables.bind(bundle, tables, tensors, [True] * len(tensors))
+        tapes = sum(map(len, tables.tapes))
+        forward += 3 + tapes + sum(len(stage.forward) for stage in bound.stages)
+        backward += 4 + tapes + sum(len(stage.forward) + len(stage.backward) for stage in bound.stages)
+    assert forward <= 30 and backward <= 45

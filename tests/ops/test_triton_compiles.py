@@ -1,0 +1,245 @@
+"""Triton's compiler takes the kernels of the op, of tracking and of priors, for a GPU that need not be there.
+
+Its interpreter lets more pass.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", minversion="3.3")
+
+from kalmannorm import Moments, convert
+from kalmannorm._ops import dispatch
+from kalmannorm._ops.normalize import tiling, triton_run
+from kalmannorm._ops.predict import triton_predict
+from kalmannorm._ops.propagate import triton_bundle
+from kalmannorm._ops.track import triton_many, triton_one
+from kalmannorm._ops.track.request import Move
+
+CASES = {
+    "held, a value for each thread": ((6, 8, 2, 2), True, (32, 32, 0), False),
+    "held, channels_last": ((6, 64, 4, 4), True, (32, 32, 0), True),
+    "on chip, channels_last": ((6, 64, 4, 4), True, (16, 32, 0), False),
+    "streamed, channels_last": ((6, 24, 4, 4), True, (8, 32, 2), True),
+    "streamed, positions abreast": ((6, 24, 8, 8), True, (4, 64, 2, 4, 8), True),
+    "on chip, lanes that begin anew": ((6, 64, 40, 40), True, (16, 32, 0), False),
+    "streamed, lanes that begin anew": ((6, 8, 40, 40), False, (4, 8, 2), False),
+    "on chip": ((6, 8, 14, 14), False, (256, 8, 0), True),
+    "streamed, one channel": ((6, 1, 5, 1), False, (4, 1, 3), False),
+}
+
+
+@pytest.mark.parametrize(("shape", "last", "launch", "residual"), CASES.values(), ids=CASES.keys())
+def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
+    monkeypatch.setattr(triton_run, "launch_for", lambda shape, _, **how: tiling.launch_of(shape, *launch))
+    C = shape[1]
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    filtered = torch.zeros(1, C), torch.ones(1, C), torch.tensor(0.5)
+    weight, bias = torch.ones(C), torch.zeros(C)
+    y, *moments = triton_run.forward(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True)
+    at = list(torch.zeros(4, 3, C)) if residual else [None] * 4
+    mask = (None, y) if residual else (bias, None)
+    triton_run.backward(x, at, x, *filtered, weight, mask[0], moments, mask[1], 2, 1e-5, True, 1)
+    streamed = {"reduce_kernel", "apply_kernel"}
+    expected = {"forward_kernel", "backward_kernel"}
+    if launch[0] == 32:
+        expected = {f"held_{name}" for name in expected}
+        assert "ld.global.v" in compiled["held_forward_kernel"]
+    elif launch[2]:
+        expected = streamed | {f"backward_{name}" for name in streamed}
+    else:  # 196 positions are no multiple of 16, but of 4
+        assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
+    assert compiled.keys() == expected | {"fold_kernel"}
+
+
+def functions():
+    """Of the modules of kernels, parsed."""
+    for path in sorted(Path(dispatch.__file__).parent.rglob("triton_*.py")):
+        for each in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(each, ast.FunctionDef):
+                yield each
+
+
+def kernels():
+    found = [function for function in functions() if function.name.endswith("_kernel")]
+    assert len(found) > 20
+    return found
+
+
+def summed_products(function):
+    """The sums over threads in a function, and those of them that are of a product."""
+
+    def product(value):
+        if isinstance(value, ast.UnaryOp):
+            return product(value.operand)
+        if isinstance(value, ast.Name):
+            return any(product(each) for each in assigned.get(value.id, ()))
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "tl.where":
+            return any(product(each) for each in value.args[1:])
+        return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
+
+    nodes, assigned = list(ast.walk(function)), {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    sums = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.sum"]
+    return sums, [ast.unparse(node) for node in sums if product(node.args[0])]
+
+
+def test_products_are_rounded_before_threads_sum_them():
+    """In tiles of any size: `sum_of_products`."""
+    found = [summed_products(each) for each in functions()]
+    assert sum(len(sums) for sums, _ in found) > 20
+    assert not [each for _, products in found for each in products]
+
+
+@pytest.mark.parametrize(
+    "code", ["tl.sum(-(a * b), 0)", "c = a * b\n    tl.sum(c, 0)", "tl.sum(tl.where(m, a * b, 0.0), 0)"]
+)
+def test_products_are_found_where_they_are(code):
+    assert summed_products(ast.parse(f"def kernel():\n    {code}\n").body[0])[1]
+
+
+def test_every_kernel_waits_for_its_turn():
+    """It is the first statement of each: nothing is touched before."""
+    for function in kernels():
+        first = next(each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant))
+        assert ast.unparse(first) == "in_turn(PDL)", function.name
+
+
+def test_constants_are_the_last_parameters_of_every_kernel():
+    """A launch that was made ready passes them behind what it is given."""
+    for function in kernels():
+        constants = [argument.annotation is not None for argument in function.args.args]
+        assert constants == sorted(constants), function.name
+
+
+def test_launches_that_overlap_wait_first(compiled, monkeypatch):
+    """On Hopper: nothing is read before the launch before is done."""
+    monkeypatch.setattr(triton_run, "turns", lambda device: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_run, "launch_for", lambda shape, _, **how: tiling.launch_of(shape, 16, 32, 2))
+    x = torch.zeros((6, 64, 16, 4), dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    _, *moments = triton_run.forward(x, None, None, None, None, None, 2, 1e-5)
+    triton_run.backward(x, [None] * 4, x, *[None] * 5, moments, None, 2, 1e-5)
+    for name in ("reduce_kernel", "apply_kernel"):
+        for assembly in (compiled[name], compiled[f"backward_{name}"]):
+            first = min(
+                assembly.find(access) for access in ("ld.global", "st.global", "cp.async") if access in assembly
+            )
+            assert -1 < assembly.find("griddepcontrol.wait") < first
+
+
+SMALLEST = 99 * 1024
+"""Shared memory that a program may have on consumer GPUs since Ampere."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "m"),
+    {
+        "held": ((8, 256, 28, 28), 2),
+        "wide": ((32, 1024, 28, 28), 2),
+        "narrow": ((128, 16, 32, 32), 2),
+        "streamed": ((4, 256, 56, 56), 4),
+        "streamed, larger": ((16, 256, 56, 56), 16),
+        "streamed, the largest": ((64, 64, 112, 112), 2),
+        "positions abreast": ((64, 48, 112, 112), 2),
+        "positions abreast, one group": ((64, 48, 112, 112), 64),
+    }.values(),
+    ids=["held", "wide", "narrow", "streamed", "streamed, larger", "streamed, the largest", "abreast", "abreast, one"],
+)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monkeypatch):
+    monkeypatch.setattr(triton_run, "processors_of", lambda x: 132)
+    C = shape[1]
+    x = torch.empty(shape, dtype=dtype, memory_format=layout)
+    filtered, affine = (torch.zeros(1, C), torch.ones(1, C), torch.ones(C)), (torch.ones(C), torch.zeros(C))
+    y, *moments = triton_run.forward(x, *filtered, *affine, m, 1e-5, x, True)
+    triton_run.backward(x, [None] * 4, x, *filtered, affine[0], None, moments, y, m, 1e-5, True, 1)
+    triton_run.observe(x, m)
+    assert {"reduce_kernel", "observe_kernel"} < compiled.shared.keys()
+    assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared
+
+
+def move(kind, groups, observes, C=200):
+    rows, buffers = Moments(*torch.ones(2, groups, C)), tuple(torch.ones(2, C))
+    counts = tuple(torch.zeros(3, dtype=torch.int64))
+    seen = (rows, buffers) if observes else (None, None)
+    return Move(
+        rows, seen[0], buffers, seen[1], counts, torch.zeros((), dtype=torch.int32),
+        examples=2 * groups, size=2, values=18 * groups, momentum=None if kind == "plain" else 0.1,
+        observation_momentum=0.02, eps=1e-5, kind=kind,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
+@pytest.mark.parametrize("kind", ["total", "plain", "sigma"])
+def test_tracking(kind, groups, compiled):
+    triton_one.track(move(kind, groups, observes=kind != "sigma"))
+    alone = groups == 3
+    assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
+
+
+def test_tracking_few_channels(compiled):
+    """Where each thread has one value of a sum."""
+    triton_one.track(move("total", 2, True, C=8))
+    triton_many.track_together([move("total", 2, True, C=8) for _ in range(2)], {})
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
+@pytest.mark.parametrize("kind", ["total", "plain"])
+def test_tracking_together(kind, groups, compiled):
+    triton_many.track_together([move(kind, groups, observes=kind == "total") for _ in range(3)], {})
+    assert compiled.keys() == {"track_together_kernel"}
+    assert "atom.global.gpu.acq_rel" in compiled["track_together_kernel"]
+
+
+@pytest.mark.parametrize(("C", "P"), [(16, 16), (1, 64)])
+def test_predicting_few_channels(C, P, compiled):
+    rows = torch.ones(1, P), torch.ones(1, P), torch.ones(C, P), torch.ones(()), torch.ones(1)
+    *at, gain = triton_predict.forward(*rows)
+    triton_predict.backward(*at, gain, *rows, True)
+    assert len(compiled) == 3
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+def test_priors_of_many_norms(compiled, monkeypatch):
+    """Of layers with one tap and with several, with padding, in groups and by channel."""
+    monkeypatch.setattr("kalmannorm._running.prior_bundles._runner", lambda *_: triton_bundle)
+    layers = [
+        nn.Conv2d(4, 8, 1),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Conv2d(8, 8, 3, groups=8),
+    ]
+    model = nn.Sequential(
+        *(each for layer in layers for each in (layer, nn.BatchNorm2d(layer.out_channels), nn.ReLU()))
+    )
+    model = convert(
+        nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), model), torch.randn(4, 4, 9, 9), statistics_batch_size=2
+    )
+    model(torch.randn(4, 4, 9, 9)).sum().backward()
+    kernels = {"layers_kernel", "layers_backward_kernel", "rows_backward_kernel", "tape_kernel", "tape_backward_kernel"}
+    assert kernels < compiled.keys()
+
+
+@pytest.mark.parametrize("groups", [1, 16, 70], ids=["one group", "one tile", "several"])
+@pytest.mark.parametrize("gains", [1, 200], ids=["one gain", "gains"])
+def test_predicting(groups, gains, compiled, monkeypatch):
+    monkeypatch.setattr(triton_predict, "precision_on", lambda device: "tf32x3" if gains > 1 else "ieee")
+    C, P = 200, 48
+    rows = torch.ones(groups, P), torch.ones(groups, P), torch.ones(C, P), torch.ones(()), torch.ones(gains)
+    *at, gain = triton_predict.forward(*rows)
+    triton_predict.backward(*at, gain, *rows, True)
+    assert compiled.keys() == {"predict_kernel", "predict_backward_kernel", "predict_fold_kernel"}
+    assert "ld.global.v4" in compiled["predict_backward_kernel"]
+    assert ("mma.sync" in compiled["predict_kernel"]) == (groups > 1 and gains > 1)

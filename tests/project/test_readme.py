@@ -1,0 +1,83 @@
+"""The code of the README and of the guides runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+README = Path(__file__).parents[2] / "README.md"
+RECORDS = README.parent / "docs" / "figures" / "records"
+
+
+def run_blocks(path, scope=None):
+    scope = {} if scope is None else scope
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, scope)
+    return scope
+
+
+def test_the_readme_runs():
+    scope = run_blocks(README)
+    x = torch.randn(2, 3, 64, 64)
+    assert type(scope["plain"]) is type(scope["model"]) is torchvision.models.ResNet
+    torch.testing.assert_close(scope["plain"](x), scope["model"].eval()(x), rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in scope["plain"].modules())
+
+
+def test_the_guide_to_wiring_by_hand_runs():
+    scope = run_blocks(README.parent / "docs" / "by-hand.md")
+    assert scope["y"].shape == (4, 128, 28, 28)
+    assert scope["norm2"].gain.requires_grad
+
+
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [README, *sorted(README.parent.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert "://" in link or target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_cifar_table_is_what_the_records_say():
+    records = [json.loads(line) for line in (RECORDS / "cifar10.jsonl").read_text().splitlines()]
+    rows = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    for label, (method, m) in {
+        "batch norm (128, 128)": ("BN", 128),
+        "batch norm (128, 2)": ("BN", 2),
+        "group norm, warmed up": ("GN warmed up", 128),
+        "BKN learned (128, 2)": ("BKN learned", 2),
+        "BKN (128, 2)": ("BKN weights", 2),
+    }.items():
+        own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
+        assert len(own) == 3
+        cells = [cell.strip(" *") for cell in rows[label].split("|") if cell.strip()]
+        for mode, cell in zip(own[0], cells, strict=True):
+            scores = [accuracy[mode] for accuracy in own]
+            assert cell == f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}", (label, mode)
+
+
+def test_the_digits_table_is_what_the_records_say():
+    records = [json.loads(line) for line in (RECORDS / "accuracy.jsonl").read_text().splitlines()]
+    text = README.read_text(encoding="utf-8").split("| population / batch / example |")[1]
+    for method, label in (("BN", "batch norm"), ("BKN learned",) * 2, ("BKN weights", "BKN")):
+        row = re.search(rf"^\| {label} \| (.*) \|$", text, re.MULTILINE)[1]
+        for m, cell in zip((64, 2, 1), row.split(" | "), strict=True):
+            own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
+            means = [statistics.mean(accuracy[mode] for accuracy in own) for mode in ("population", "batch", "example")]
+            assert cell == " / ".join(f"{mean:.1f}" for mean in means), (method, m)

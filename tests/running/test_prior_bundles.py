@@ -1,0 +1,380 @@
+"""Priors computed together are those of their steps one by one, and do not get in the way of anything."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from kalmannorm import freeze_priors, set_inference
+from kalmannorm._ops.propagate import aten
+from kalmannorm._running import bundling
+from kalmannorm._running.prior_bundles import Together
+from support.bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
+
+NETS = {
+    "residual blocks": (Blocks, IMAGE, {}),
+    "branches": (Branches, IMAGE, {}),
+    "hard functions": (lambda: Branches(F.hardswish, F.hardsigmoid), IMAGE, {}),
+    "clipped": (lambda: Blocks(F.relu6), IMAGE, {}),
+    "linear": (Pre, VECTOR, {"per_channel_gain": True}),
+    "quadrature": (Smooth, (4, 4), {}),
+    "no layers": (Twice, (4, 4), {}),
+    "no rule in a bundle": (lambda: Blocks(F.elu), IMAGE, {}),
+}
+every = pytest.mark.parametrize("case", NETS)
+
+
+def prepared(case, **options):
+    make, shape, own = NETS[case]
+    model = converted(make(), shape, **own, **options).double()
+    return model, torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Runs a function with every step evaluated by itself."""
+
+    def run(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(Together, "fill", lambda *args: None)
+            return function(*args)
+
+    return run
+
+
+def step(model, x):
+    """The output of a copy, and the gradients of its parameters."""
+    model = copy.deepcopy(model)
+    y = model(x)
+    y.square().sum().backward()
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    scale = max(value.abs().max() for value in expected.values() if value is not None)
+    for name in expected:
+        assert (found[name] is None) == (expected[name] is None), name
+        if expected[name] is not None:
+            # Of the largest: what comes before a norm may have no gradient but rounding.
+            assert (found[name] - expected[name]).abs().max() < 1e-10 * scale, name
+
+
+def work(monkeypatch):
+    """How often anything was computed in bundles."""
+    calls = []
+    original = aten.forward
+    monkeypatch.setattr(aten, "forward", lambda *args: calls.append(args[0]) or original(*args))
+    return calls
+
+
+@every
+@pytest.mark.parametrize("at_once", [32, 1], ids=["one part", "many parts"])
+def test_equals_one_by_one(case, at_once, one_by_one, monkeypatch):
+    monkeypatch.setattr(bundling, "TOGETHER", at_once)
+    model, x = prepared(case)
+    calls = work(monkeypatch)
+    found = step(model, x)
+    assert calls
+    assert_same(found, one_by_one(step, model, x))
+
+
+@pytest.mark.parametrize("case", [case for case in NETS if case != "hard functions"])  # torch has none for those
+def test_gradients_of_gradients(case, one_by_one):
+    model, x = prepared(case)
+    assert_same(twice(model, x), one_by_one(twice, model, x))
+
+
+def twice(model, x):
+    """Gradients of gradients."""
+    model = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(model(x).pow(3).sum(), parameters, create_graph=True)
+    return dict(enumerate(torch.autograd.grad(sum(g.square().sum() for g in first), parameters, allow_unused=True)))
+
+
+def test_transforms_evaluate_step_by_step(monkeypatch):
+    model, x = prepared("residual blocks", inference="batch")
+    expected = step(model.eval(), x)
+    calls = work(monkeypatch)
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    found = torch.func.grad(lambda p: functional_call(model, p, (x,)).square().sum())(parameters)
+    assert not calls
+    assert_same(found, {name: expected[name] for name in found})
+
+
+def test_functional_call_uses_the_parameters_it_is_given(monkeypatch):
+    model, x = prepared("branches")
+    other = {n: (p.detach() + 0.1).requires_grad_() for n, p in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(other[name])
+    calls = work(monkeypatch)
+    y = functional_call(model, {**other, **{n: b.clone() for n, b in model.named_buffers()}}, (x,))
+    assert calls
+    torch.testing.assert_close(y, twin(x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in other.values()) and all(p.grad is None for p in model.parameters())
+
+
+class Skipping(Blocks):
+    skip = False
+
+    def forward(self, x):
+        x = self.act(self.norm0(self.conv0(x)))
+        if not self.skip:
+            x = self.act(self.norm1(self.conv1(x)) + x)
+        y = self.act(self.norm2(self.conv2(x)) + x)
+        return self.norm4(self.conv4(self.act(self.norm3(self.conv3(y)))))
+
+
+def test_a_norm_that_does_not_run_gets_no_gradient(one_by_one):
+    """As stochastic depth does: its prior is computed, nobody asks for it."""
+    model = converted(Skipping(), IMAGE).double()
+    model.skip = True
+    x = torch.randn(IMAGE).double()
+    found = step(model, x)
+    assert found["norm1.gain_logit"] is None and found["conv1.weight"] is None
+    assert found["norm1.weight"] is not None  # it is believed to feed norm2
+    assert_same(found, one_by_one(step, model, x))
+
+
+def test_a_norm_that_does_not_run_may_have_lost_what_it_was_made_of():
+    model = converted(Skipping(), IMAGE).double()
+    model.skip = True
+    del model.conv1.weight
+    model.norm1.register_parameter("bias", None)
+    model(torch.randn(IMAGE).double()).sum().backward()
+    assert model.norm3.gain_logit.grad is not None
+
+
+def test_frozen_parts(one_by_one):
+    model, x = prepared("residual blocks")
+    model.conv0.requires_grad_(False)
+    model.norm0.requires_grad_(False).eval()
+    model.conv2.requires_grad_(False)
+    model.norm1.eval()
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_activation_checkpoints(one_by_one, reentrant):
+    model, x = prepared("branches")
+    x.requires_grad_()
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return checkpoint(self.model, x, use_reentrant=reentrant)
+
+    assert_same(step(Whole(), x), one_by_one(step, Whole(), x))
+
+
+@pytest.mark.parametrize("change", ["another shape", "a computed weight", "no bias", "in half precision"])
+def test_what_a_bundle_was_not_made_for_is_evaluated_step_by_step(change, one_by_one):
+    model, x = prepared("residual blocks")
+    model(x)  # bundles are made
+    if change == "another shape":
+        model.norm1.gain_logit = nn.Parameter(torch.zeros(8).double())
+    elif change == "a computed weight":
+        parametrizations.weight_norm(model.conv1)
+    elif change == "no bias":
+        model.norm1.bias = None
+    else:
+        model, x = model.bfloat16(), x.bfloat16()
+
+    found, expected = step(model, x), one_by_one(step, model, x)
+    if change == "in half precision":
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0.1, atol=0.1)
+    else:
+        assert_same(found, expected)
+
+
+def test_a_computed_weight_is_given(one_by_one):
+    net = Blocks()
+    parametrizations.weight_norm(net.conv2)
+    model = converted(net, IMAGE).double()
+    x = torch.randn(IMAGE).double()
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
+def test_a_part_computes_what_its_own_norms_ask_for(monkeypatch):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+            self.one = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+            self.two = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+        def forward(self, x):
+            return self.two(self.one(self.stem(x)))
+
+    model = converted(Parts(), IMAGE).double()
+    x = torch.randn(IMAGE).double()
+    calls, whole = work(monkeypatch), copy.deepcopy(model)
+    y = model.two(model.one(model.stem(x)))
+    assert [len(bundle.results) for bundle in calls] == [1, 1]
+    torch.testing.assert_close(y, whole(x))
+    assert len(calls[-1].results) == 2
+
+
+CHANGES = {
+    "in place": lambda p: p.mul_(2),
+    "through data": lambda p: p.data.mul_(2),
+    "other data": lambda p: setattr(p, "data", p.data * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_without_gradients_results_are_kept_while_parameters_stay(change, monkeypatch):
+    model, x = prepared("residual blocks")
+    set_inference(model(x) is not None and model.eval(), "example")
+    calls = work(monkeypatch)
+    with torch.no_grad():
+        first = model(x)
+        assert len(calls) == 1
+        assert torch.equal(model(x), first)
+        assert len(calls) == 1
+        for name in ("conv2.weight", "norm0.weight", "norm3.bias", "norm2.gain_logit"):
+            CHANGES[change](model.get_parameter(name))
+            before, first = first, model(x)
+            assert not torch.equal(first, before), name
+        assert len(calls) == 5
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), first)
+    assert len(calls) == 5
+    model.train()(x).sum().backward()
+    assert model.norm2.gain_logit.grad is not None
+
+
+def test_frozen_priors_take_the_place_of_what_was_bundled():
+    model, x = prepared("branches")
+    model(x)
+    set_inference(model.eval(), "example")
+    expected = model(x)
+    freeze_priors(model, inplace=True)
+    torch.testing.assert_close(model(x), expected)
+    with torch.no_grad():
+        model.up.weight.mul_(3)
+    priors = []
+    original = model.norm2._predict
+    model.norm2._predict = lambda previous, rows: priors.append(previous) or original(previous, rows)
+    model(x)
+    assert not priors[0].mean.requires_grad
+
+
+def test_the_backward_of_a_part_need_not_wait_for_the_first_norm(monkeypatch):
+    """In parts, gradients of the last layers are there before the backward comes to the first."""
+    monkeypatch.setattr(bundling, "TOGETHER", 2)
+    model, x = prepared("residual blocks")
+    order = []
+    for name in ("conv4.weight", "conv0.weight"):
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))
+    model(x).sum().backward()
+    assert order == ["conv4.weight", "conv0.weight"]
+
+
+def test_the_same_is_computed_once(monkeypatch):
+    model = converted(Twice(), (4, 4))
+    ((bundle, _),) = bundles(model, torch.randn(4, 4), monkeypatch)
+    assert [each.a.numel() for each in bundle.stages[0].elementwise] == [4]
+
+
+@pytest.fixture
+def passing(monkeypatch):
+    """As on CUDA."""
+    monkeypatch.setattr(aten, "PASSES", True)
+
+
+@every
+def test_equals_one_by_one_where_scales_and_shifts_pass(case, passing, one_by_one):
+    model, x = prepared(case)
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
+def test_gradients_of_gradients_where_scales_and_shifts_pass(passing, one_by_one):
+    test_gradients_of_gradients("residual blocks", one_by_one)
+
+
+def given(model, name):
+    """What a norm of the model is given with its prior, from the next forward on."""
+    read, norm = [], model.get_submodule(name)
+    run = norm._train_alone
+    norm._train_alone = lambda x, prior, *args: read.append(prior) or run(x, prior, *args)
+    return read
+
+
+def test_scales_and_shifts_get_their_gradient_from_one_place(passing):
+    """Those of a norm that others believe: to autograd what it normalizes with and what they believe is one result."""
+    model, x = prepared("residual blocks", statistics_batch_size=4)
+    read = {name: given(model, name) for name in ("norm1", "norm3", "norm4")}
+    model(x).sum().backward()
+    assert read["norm4"][0].affine == (None, None)  # nobody believes the last one
+    for name in ("norm1", "norm3"):
+        norm = model.get_submodule(name)
+        for parameter, passed in zip((norm.weight, norm.bias), read[name][0].affine, strict=True):
+            assert passed.data_ptr() == parameter.data_ptr()
+            assert "_Bundled" in type(passed.grad_fn).__name__
+
+
+def test_a_row_for_every_group_and_no_copy(passing):
+    """So that the op need not sum its gradients over groups; those of the whole bundle are summed together."""
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    read = given(model, "norm3")
+    model(torch.cat([x, -x])).sum().backward()
+    (prior,) = read
+    for rows in (*prior, prior.gain, *prior.affine):
+        if rows is not None:
+            assert rows.shape == (2, 8) and rows.stride(0) == 0
+            assert "Spread" in type(rows.grad_fn).__name__
+
+
+def test_gradients_of_gradients_of_rows_for_every_group(passing, one_by_one):
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    x = torch.cat([x, -x])
+    assert_same(twice(model, x), one_by_one(twice, model, x))
+
+
+def test_other_batches_and_modes_take_one_row(passing, one_by_one):
+    """Of three examples there are two groups, one of them smaller; in inference, each example has its own."""
+    model, x = prepared("residual blocks", per_channel_gain=True)
+    x = torch.cat([x, -x])
+    for part in (x, x[:3], x[:2], x[:1]):
+        assert_same(step(model, part), one_by_one(step, model, part))
+    set_inference(model.eval(), "example")
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
+class Frozen(nn.Module):
+    """A backbone without gradients, in training mode, and a head that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv0, self.norm0 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.conv3, self.norm3 = nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu())).relu()
+        return self.norm3(self.conv3(self.norm2(self.conv2(x)).relu()))
+
+
+def test_a_part_without_gradients_leaves_them_to_the_others(one_by_one):
+    model, x = converted(Frozen(), IMAGE).double(), torch.randn(IMAGE).double()
+    found = step(model, x)
+    assert_same(found, one_by_one(step, model, x))
+    assert found["norm2.gain_logit"] is not None and found["norm3.gain_logit"] is not None

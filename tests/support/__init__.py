@@ -1,0 +1,1 @@
+"""What tests share: nets, runs, comparisons, processes, and the attacks."""
