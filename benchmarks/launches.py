@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
+from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.normalize.tiling import Launch, Shape, launch_for, launch_of
 from kalmannorm.lab.machine.origin import commit
 
@@ -199,14 +200,14 @@ def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Calla
     found: dict[str, list[Callable[[], object]]] = {"forward": [], "backward": []}
     for _ in range(copies):
         x, g, other = image(), image(), image() if residual else None
-        y, *moments = triton_run.forward(x, *rows, weight, bias, m, 1e-5, other, True)
-        end = (None, moments, y) if residual else (bias, moments, None)
-        found["forward"].append(
-            lambda x=x, other=other: triton_run.forward(x, *rows, weight, bias, m, 1e-5, other, True)
-        )
-        found["backward"].append(
-            lambda x=x, g=g, end=end: triton_run.backward(g, [None] * 4, x, *rows, weight, *end, m, 1e-5, True, 1)
-        )
+        inputs = Inputs(x, *rows, weight, bias, m, 1e-5, other, True)
+        results = triton_run.forward(inputs)
+        found["forward"].append(lambda inputs=inputs: triton_run.forward(inputs))
+        # The ReLU's mask comes from y behind a residual, and from x and β without one.
+        kept = inputs._replace(residual=None, bias=None if residual else bias)
+        seen = results if residual else results._replace(y=None)
+        grads = Results(g, None, None, None, None)
+        found["backward"].append(lambda grads=grads, kept=kept, seen=seen: triton_run.backward(grads, kept, seen, 1))
     return found
 
 

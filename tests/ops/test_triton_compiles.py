@@ -18,6 +18,7 @@ pytest.importorskip("triton", minversion="3.3")
 from kalmannorm import Moments, convert
 from kalmannorm._ops import dispatch
 from kalmannorm._ops.normalize import tiling, triton_run
+from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.track import triton_many, triton_one
@@ -44,10 +45,10 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     filtered = torch.zeros(1, C), torch.ones(1, C), torch.tensor(0.5)
     weight, bias = torch.ones(C), torch.zeros(C)
-    y, *moments = triton_run.forward(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True)
-    at = list(torch.zeros(4, 3, C)) if residual else [None] * 4
-    mask = (None, y) if residual else (bias, None)
-    triton_run.backward(x, at, x, *filtered, weight, mask[0], moments, mask[1], 2, 1e-5, True, 1)
+    results = triton_run.forward(Inputs(x, *filtered, weight, bias, 2, 1e-5, x if residual else None, True))
+    grads = list(torch.zeros(4, 3, C)) if residual else [None] * 4
+    inputs = Inputs(x, *filtered, weight, None if residual else bias, 2, 1e-5, None, True)
+    triton_run.backward(Results(x, *grads), inputs, results if residual else results._replace(y=None), 1)
     streamed = {"reduce_kernel", "apply_kernel"}
     expected = {"forward_kernel", "backward_kernel"}
     if launch[0] == 32:
@@ -127,8 +128,9 @@ def test_launches_that_overlap_wait_first(compiled, monkeypatch):
     monkeypatch.setattr(triton_run, "turns", lambda device: {"PDL": True, "launch_pdl": True})
     monkeypatch.setattr(triton_run, "launch_for", lambda shape, _, **how: tiling.launch_of(shape, 16, 32, 2))
     x = torch.zeros((6, 64, 16, 4), dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    _, *moments = triton_run.forward(x, None, None, None, None, None, 2, 1e-5)
-    triton_run.backward(x, [None] * 4, x, *[None] * 5, moments, None, 2, 1e-5)
+    inputs = Inputs(x, None, None, None, None, None, 2, 1e-5)
+    results = triton_run.forward(inputs)
+    triton_run.backward(Results(x, *[None] * 4), inputs, results._replace(y=None), 0)
     for name in ("reduce_kernel", "apply_kernel"):
         for assembly in (compiled[name], compiled[f"backward_{name}"]):
             first = min(
@@ -162,8 +164,9 @@ def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monk
     C = shape[1]
     x = torch.empty(shape, dtype=dtype, memory_format=layout)
     filtered, affine = (torch.zeros(1, C), torch.ones(1, C), torch.ones(C)), (torch.ones(C), torch.zeros(C))
-    y, *moments = triton_run.forward(x, *filtered, *affine, m, 1e-5, x, True)
-    triton_run.backward(x, [None] * 4, x, *filtered, affine[0], None, moments, y, m, 1e-5, True, 1)
+    results = triton_run.forward(Inputs(x, *filtered, *affine, m, 1e-5, x, True))
+    inputs = Inputs(x, *filtered, affine[0], None, m, 1e-5, None, True)
+    triton_run.backward(Results(x, *[None] * 4), inputs, results, 1)
     triton_run.observe(x, m)
     assert {"reduce_kernel", "observe_kernel"} < compiled.shared.keys()
     assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared

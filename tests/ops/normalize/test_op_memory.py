@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmannorm import batch_kalman_norm
 from kalmannorm._ops.normalize import aten, naive
+from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.normalize.registered import batch_kalman_norm as op
 from support.op_arguments import arguments, channels_last, relative_error
 
@@ -42,10 +43,11 @@ def test_nothing_as_large_as_x_is_made_but_the_results(layout, N):
     x, g = LAYOUTS[layout](inputs[0]), LAYOUTS[layout](torch.randn_like(inputs[0]))
     rest = inputs[1:]
     with LargeTensors(x.untyped_storage().nbytes() // 2, [x, g]) as forward:
-        y, *moments = aten.forward(x, *rest, 2, 1e-5)
-    assert [t.untyped_storage().data_ptr() for t in forward.new] == [y.untyped_storage().data_ptr()]
+        results = aten.forward(Inputs(x, *rest, 2, 1e-5))
+    assert [t.untyped_storage().data_ptr() for t in forward.new] == [results.y.untyped_storage().data_ptr()]
     with LargeTensors(x.untyped_storage().nbytes() // 2, [x, g]) as backward:
-        dx, *_ = aten.backward(g, [None] * 4, x, *rest[:4], None, moments, None, 2, 1e-5, False, 1)
+        inputs = Inputs(x, *rest[:4], None, 2, 1e-5)
+        dx, *_ = aten.backward(Results(g, *[None] * 4), inputs, results._replace(y=None), 1)
     assert [t.untyped_storage().data_ptr() for t in backward.new] == [dx.untyped_storage().data_ptr()]
 
 

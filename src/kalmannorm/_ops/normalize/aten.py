@@ -9,7 +9,6 @@ that size costs as much as two passes. Where |x̄| ≫ σ the expanded forms wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from kalmannorm import _filter as kalman
 from kalmannorm._groups import cast, group_size, group_sizes, statistics_dtype
 from kalmannorm._ops.normalize import arm_sums
+from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm.moments import Moments
 
 FAR = 8.0
@@ -141,24 +141,10 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     return middle + missed.mean, missed.var
 
 
-def forward(
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, posterior mean and variance, observed mean and variance, all (G, C) but the first.
+def forward(inputs: Inputs) -> Results:
+    x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu = inputs
 
-    γ and β are (C,) or (G, C); `residual` lies as x does.
-    """
-
-    def fused() -> tuple[Moments, Tensor]:
+    def combined() -> tuple[Moments, Tensor]:
         posterior = observation
         if prior_mean is not None and prior_var is not None and gain is not None:
             posterior = kalman.update(Moments(prior_mean, prior_var), observation, gain)
@@ -170,7 +156,7 @@ def forward(
     y = torch.empty_like(values)
     parts, results = slabs.parts(values), slabs.parts(y)
     observation = slabs.moments(parts, results)
-    posterior, rho = fused()
+    posterior, rho = combined()
     centre = posterior.mean
     if far(observation.mean, rho):
         middle = observation.mean
@@ -178,7 +164,7 @@ def forward(
         # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
         missed = slabs.moments(centred, results)
         observation = Moments(middle + missed.mean, missed.var)
-        posterior, rho = fused()
+        posterior, rho = combined()
         # From x itself: a value near the posterior's mean may be far from x̄, and have lost its digits there.
         slabs.subtract(parts, posterior.mean, results)
         parts, centre = results, torch.zeros_like(centre)
@@ -192,44 +178,32 @@ def forward(
     # An op may not return one tensor twice.
     if posterior is observation:
         posterior = Moments(observation.mean.clone(), observation.var.clone())
-    return cast(y, x.dtype), posterior.mean, posterior.var, observation.mean, observation.var
+    return Results(cast(y, x.dtype), *posterior[:2], *observation[:2])
 
 
-def backward(
-    grad_y: Tensor | None,
-    grad_moments: Sequence[Tensor | None],
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    moments: Sequence[Tensor],
-    y: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    relu: bool = False,
-    bias_rows: int = 0,
-) -> list[Tensor]:
+def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:
     """dx, and what exists of the gradients of residual, prior mean, prior var, gain, weight and bias, in this order.
 
-    Each has the shape and dtype of what was given; the bias's is (bias_rows, C), in float32 or better. `y` comes with
-    a residual under a ReLU, `bias` with a ReLU alone: they tell what it let through.
+    Each has the shape and dtype of its input; the bias's is (bias_rows, C), in float32 or better. Under a ReLU its mask
+    comes from `results.y` where there was a residual, and from x and `inputs.bias` where there was none.
     """
+    x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, _, relu = inputs
+    grad_y, *grad_moments = grads
+    y, *moments = results
     slabs = Slabs(x, statistics_batch_size)
-    posterior, observation = Moments(*moments[:2]), Moments(*moments[2:])
+    posterior, observation = Moments(*moments[:2]), Moments(*moments[2:])  # type: ignore[arg-type]
     rho = posterior.var.add(eps).rsqrt_()
     scale = rho if weight is None else rho * cast(weight, rho.dtype)
     if grad_y is None:
         grad_y = torch.zeros_like(x)
     if y is not None:
         grad_y = torch.where(y <= 0, 0, grad_y)
-    parts, grads = slabs.parts(cast(x, rho.dtype)), slabs.parts(cast(grad_y, rho.dtype))
+    parts, slopes = slabs.parts(cast(x, rho.dtype)), slabs.parts(cast(grad_y, rho.dtype))
     if relu and y is None:
-        grads = pass_relu(slabs, parts, grads, posterior.mean, scale, bias)
+        slopes = pass_relu(slabs, parts, slopes, posterior.mean, scale, bias)
     dx = torch.empty_like(x, dtype=rho.dtype)
-    results = slabs.parts(dx)
-    sum_g, sum_gx = slabs.products(grads, parts, posterior.mean, results)
+    outputs = slabs.parts(dx)
+    sum_g, sum_gx = slabs.products(slopes, parts, posterior.mean, outputs)
     sum_gx = sum_gx.mul_(rho)
     middle = observation.mean
     if far(middle, rho):
@@ -248,8 +222,8 @@ def backward(
 
     count = group_sizes(slabs.examples, slabs.size, rho) * slabs.positions
     slope, constant = at_observation.var * (2 / count), at_observation.mean / count
-    slabs.affine(parts, slope, constant.addcmul_(slope, middle, value=-1), results)
-    for out, g, a in zip(results, grads, slabs.rows(scale), strict=False):
+    slabs.affine(parts, slope, constant.addcmul_(slope, middle, value=-1), outputs)
+    for out, g, a in zip(outputs, slopes, slabs.rows(scale), strict=False):
         out.addcmul_(g, a)
     gradients = [cast(dx, x.dtype)] if y is None else [cast(dx, x.dtype), grad_y]
     gradients += [summed(g, like) for g, like in of_prior]

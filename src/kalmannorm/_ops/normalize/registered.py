@@ -18,144 +18,72 @@ from torch import Tensor
 from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm._ops.dispatch import kernels_for, on_device_of
 from kalmannorm._ops.normalize import exportable, naive
+from kalmannorm._ops.normalize.arguments import BACKWARD, FORWARD, BackwardInputs, Inputs, Results
 from kalmannorm.moments import Moments
 
-_FORWARD = (
-    "(Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, "
-    "SymInt statistics_batch_size, float eps, Tensor? residual=None, bool relu=False) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-# Those of the gradients that exist, as `aten.backward` lists them.
-_BACKWARD = (
-    "(Tensor? grad_y, Tensor? grad_mean, Tensor? grad_var, Tensor? grad_observed_mean, Tensor? grad_observed_var, "
-    "Tensor x, Tensor? prior_mean, Tensor? prior_var, Tensor? gain, Tensor? weight, Tensor? bias, Tensor[] moments, "
-    "Tensor? y, SymInt statistics_batch_size, float eps, bool relu, SymInt bias_rows) -> Tensor[]"
-)
 
-
-def _forward(
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if residual is not None:
-        residual = residual.contiguous(memory_format=memory_format_of(x))
+def _forward(*given: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*given)
+    x = inputs.x
+    if inputs.residual is not None:
+        inputs = inputs._replace(residual=inputs.residual.contiguous(memory_format=memory_format_of(x)))
     with on_device_of(x):
-        results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernels_for(x, statistics_batch_size).forward(
-            x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu
-        )
-    return results
+        results: Results = kernels_for(x, inputs.statistics_batch_size).forward(inputs)
+    return tuple(results)  # type: ignore[arg-type]
 
 
-batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=_FORWARD)
+batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=FORWARD)
 
 
 @batch_kalman_norm.register_fake
-def _(
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, ...]:
-    groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+def _(*given: Any) -> tuple[Tensor, ...]:
+    inputs = Inputs(*given)
+    x = inputs.x
+    groups = group_count(x.shape[0], group_size(x.shape[0], inputs.statistics_batch_size))
     moments = (x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(4))
     return torch.empty_like(x), *moments
 
 
-def _backward(
-    grad_y: Tensor | None,
-    grad_mean: Tensor | None,
-    grad_var: Tensor | None,
-    grad_observed_mean: Tensor | None,
-    grad_observed_var: Tensor | None,
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    moments: Sequence[Tensor],
-    y: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    relu: bool,
-    bias_rows: int,
-) -> list[Tensor]:
+def _backward(*flat: Any) -> list[Tensor]:
+    given = BackwardInputs.of(*flat)
+    x, grad_y = given.inputs.x, given.grads.y
     if grad_y is not None:
         grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
+        given = given._replace(grads=given.grads._replace(y=grad_y))
     with on_device_of(x):
-        results: list[Tensor] = kernels_for(x, statistics_batch_size).backward(
-            grad_y,
-            (grad_mean, grad_var, grad_observed_mean, grad_observed_var),
-            x,
-            prior_mean,
-            prior_var,
-            gain,
-            weight,
-            bias,
-            moments,
-            y,
-            statistics_batch_size,
-            eps,
-            relu,
-            bias_rows,
-        )
-    return results
+        gradients: list[Tensor] = kernels_for(x, given.inputs.statistics_batch_size).backward(*given)
+    return gradients
 
 
 batch_kalman_norm_backward = torch.library.custom_op(
-    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=_BACKWARD
+    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=BACKWARD
 )
 
 
 @batch_kalman_norm_backward.register_fake
-def _(
-    grad_y: Tensor | None,
-    grad_mean: Tensor | None,
-    grad_var: Tensor | None,
-    grad_observed_mean: Tensor | None,
-    grad_observed_var: Tensor | None,
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    moments: Sequence[Tensor],
-    y: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    relu: bool,
-    bias_rows: int,
-) -> list[Tensor]:
-    results = [torch.empty_like(x)] if y is None else [torch.empty_like(x), torch.empty_like(x)]
-    results += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
-    return [*results, moments[0].new_empty((bias_rows, x.shape[1]))] if bias_rows else results
+def _(*flat: Any) -> list[Tensor]:
+    given = BackwardInputs.of(*flat)
+    x, prior_mean, prior_var, gain, weight = given.inputs[:5]
+    gradients = [torch.empty_like(x)] if given.results.y is None else [torch.empty_like(x), torch.empty_like(x)]
+    gradients += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
+    if given.bias_rows:
+        gradients.append(x.new_empty((given.bias_rows, x.shape[1]), dtype=statistics_dtype(x)))
+    return gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, bias, ctx.statistics_batch_size, ctx.eps, residual, ctx.relu = inputs
+    inputs, results = Inputs(*inputs), Results(*output)
     ctx.set_materialize_grads(False)
-    # What a ReLU let through its output tells, and without a residual x and β do. Kernels on a GPU have x at hand; on a
-    # CPU that would be another pass, where y costs none.
-    ctx.by_output = ctx.relu and residual is None and tensors[0].device.type == "cpu"
-    mask = (None, output[0]) if residual is not None or ctx.by_output else (bias, None)
-    ctx.save_for_backward(*tensors, *(mask if ctx.relu else (None, None)), *output[1:])
-    ctx.bias = (0, None, None) if bias is None else (_rows(bias), bias.shape, bias.dtype)
-    ctx.residual = None if residual is None else residual.dtype
+    ctx.statistics_batch_size, ctx.eps, ctx.relu = inputs.statistics_batch_size, inputs.eps, inputs.relu
+    # The backward of a ReLU needs its mask. With a residual, y gives it. Without one, x and β do: kernels on a GPU read
+    # x anyway. On a CPU that would be another pass, and y costs none.
+    adds = inputs.residual is not None
+    ctx.by_output = ctx.relu and not adds and inputs.x.device.type == "cpu"
+    keeps_y = ctx.relu and (adds or ctx.by_output)
+    bias = inputs.bias if ctx.relu and not keeps_y else None
+    ctx.save_for_backward(*inputs[:5], bias, results.y if keeps_y else None, *results[1:])
+    ctx.bias = (0, None, None) if inputs.bias is None else (_rows(inputs.bias), inputs.bias.shape, inputs.bias.dtype)
+    ctx.residual = None if inputs.residual is None else inputs.residual.dtype
 
 
 def _rows(parameter: Tensor) -> int:
@@ -165,16 +93,20 @@ def _rows(parameter: Tensor) -> int:
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
-    moments = [mean, var, observed_mean, observed_var]
     rows, shape, dtype = ctx.bias
     relu = ctx.relu and not ctx.by_output
     if ctx.by_output:
         grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
         y = None
-    # Where nothing more is differentiated and nobody traces, the way through the dispatcher would only take time.
+    given = BackwardInputs(
+        Results(*grads),
+        Inputs(x, *parameters, bias, ctx.statistics_batch_size, ctx.eps, None, relu),
+        Results(y, mean, var, observed_mean, observed_var),
+        rows,
+    )
+    # Where nothing more is differentiated and nobody traces, the dispatcher would only take time.
     run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
-    results = run(*grads, x, *parameters, bias, moments, y, ctx.statistics_batch_size, ctx.eps, relu, rows)
-    remaining = iter(results)
+    remaining = iter(run(*given.flat()))
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
@@ -236,9 +168,10 @@ def _save_observed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate_observed(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
-    x, *moments = ctx.saved_tensors
-    at = (None, *grads, None, None)
-    (dx,) = batch_kalman_norm_backward(*at, x, *[None] * 5, moments * 2, None, ctx.statistics_batch_size, 1.0, False, 0)
+    x, mean, var = ctx.saved_tensors
+    inputs = Inputs(x, None, None, None, None, None, ctx.statistics_batch_size, 1.0)
+    given = BackwardInputs(Results(None, *grads, None, None), inputs, Results(None, mean, var, mean, var), 0)
+    (dx,) = batch_kalman_norm_backward(*given.flat())
     return dx, None
 
 
@@ -255,13 +188,16 @@ def watched(x: Tensor) -> bool:
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, moments, y, ctx.statistics_batch_size, ctx.eps, ctx.relu, ctx.bias_rows = inputs
+    given = BackwardInputs.of(*inputs)
+    inputs = given.inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *moments[:2], y)
+    ctx.statistics_batch_size, ctx.eps, ctx.relu = inputs.statistics_batch_size, inputs.eps, inputs.relu
+    ctx.bias_rows = given.bias_rows
+    ctx.save_for_backward(*given.grads, *inputs[:6], *given.results[1:3], given.results.y)
 
 
 def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Second derivatives: differentiate the reference's own gradient. The moments depend on x, which carries it all."""
+    """Second derivatives: differentiate the naive version's gradient. The moments depend on x, which carries it all."""
     *saved, bias, mean, var, y = ctx.saved_tensors
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -293,7 +229,8 @@ def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[A
                 [a for a, _ in pairs], present, [g for _, g in pairs], create_graph=higher, allow_unused=True
             )
         )
-    return *(None if t is None else next(second) for t in leaves), None, [None] * 4, None, None, None, None, None
+    none = [None] * (len(Results._fields) + len(Inputs._fields) + len(Results._fields) + 1 - len(leaves))
+    return *(None if t is None else next(second) for t in leaves), *none
 
 
 def _leaf(t: Tensor) -> Tensor:

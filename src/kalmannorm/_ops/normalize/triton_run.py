@@ -18,6 +18,7 @@ from kalmannorm._ops.grid import blocks_of, power, processors_of
 from kalmannorm._ops.normalize import triton_backward as gradient
 from kalmannorm._ops.normalize import triton_forward as norm
 from kalmannorm._ops.normalize import triton_on_chip as held
+from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.normalize.tiling import (
     Launch,
     Shape,
@@ -28,19 +29,9 @@ from kalmannorm._ops.normalize.tiling import (
 from kalmannorm._ops.triton_launching import KEPT, Ready, ready, turns
 
 
-def forward(
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs) -> Results:
     """As `aten.forward`."""
+    x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu = inputs
     shape = shape_of(x, statistics_batch_size)
     adds = residual is not None
     how = launch_for(shape, processors_of(x), residual=adds, wide=x.dtype == torch.float32)
@@ -52,12 +43,12 @@ def forward(
     moments = mean, torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(mean)
     if how.splits == 0:
         launches[0](x, y, residual, *parameters, *moments)
-        return y, *moments
+        return Results(y, *moments)
     partial = partial_sums(shape, how, x.device)
     count = torch.empty((how.splits, shape.groups), device=x.device, dtype=torch.float32)
     launches[0](x, partial, count)
     launches[1](x, y, residual, partial, count, *parameters, *moments)
-    return y, *moments
+    return Results(y, *moments)
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -110,23 +101,13 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def backward(
-    grad_y: Tensor | None,
-    grad_moments: Sequence[Tensor | None],
-    x: Tensor,
-    prior_mean: Tensor | None,
-    prior_var: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    moments: Sequence[Tensor],
-    y: Tensor | None,
-    statistics_batch_size: int,
-    eps: float,
-    relu: bool = False,
-    bias_rows: int = 0,
-) -> list[Tensor]:
+def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:
     """As `aten.backward`."""
+    x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, _, relu = inputs
+    grad_y, *grad_moments = grads
+    y, *moments = results
+    rows = moments[0]
+    assert rows is not None
     shape = shape_of(x, statistics_batch_size)
     how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
     parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
@@ -137,9 +118,9 @@ def backward(
     dx = torch.empty_like(x)
     d_residual = None if y is None else torch.empty_like(x)
     rooms = [
-        room_for(weight, moments[0]),
-        room_of((bias_rows, shape.C), torch.float32, moments[0]) if bias_rows else NO_ROOM,
-        *(room_for(parameter, moments[0]) for parameter in (prior_mean, prior_var, gain)),
+        room_for(weight, rows),
+        room_of((bias_rows, shape.C), torch.float32, rows) if bias_rows else NO_ROOM,
+        *(room_for(parameter, rows) for parameter in (prior_mean, prior_var, gain)),
     ]
     at = *moments, *at_posterior, *at_observation, *[room.rows for room in rooms]
     if how.splits == 0:
@@ -153,8 +134,8 @@ def backward(
     if gain is not None and d_gain is None:
         assert rooms[-1].rows is not None
         d_gain = rooms[-1].rows.sum().view(gain.shape).to(gain.dtype)
-    results = dx, d_residual, d_prior_mean, d_prior_var, d_gain, d_weight, d_bias
-    return [t for t in results if t is not None]
+    gradients = dx, d_residual, d_prior_mean, d_prior_var, d_gain, d_weight, d_bias
+    return [t for t in gradients if t is not None]
 
 
 @functools.lru_cache(maxsize=KEPT)
