@@ -58,13 +58,13 @@ def update_backward(
     surprise = observation.mean - prior.mean
     # Each from its own formula: differences of one another would cancel as q -> 0, q -> 1 or q -> 1/2. And the gain
     # comes before the surprise, whose square may be as large as the gain is small.
-    at_var = trust * grad.var
-    lever = at_var * surprise
-    at_gain = torch.addcmul(grad.mean, (doubt - trust) * grad.var, surprise).mul_(surprise)
+    grad_var = trust * grad.var
+    lever = grad_var * surprise
+    grad_gain = torch.addcmul(grad.mean, (doubt - trust) * grad.var, surprise).mul_(surprise)
     return (
         Moments(torch.sub(grad.mean, lever, alpha=2).mul_(doubt), doubt * grad.var),
-        Moments(torch.addcmul(trust * grad.mean, doubt, lever, value=2), at_var),
-        at_gain.addcmul_(grad.var, observation.var - prior.var),
+        Moments(torch.addcmul(trust * grad.mean, doubt, lever, value=2), grad_var),
+        grad_gain.addcmul_(grad.var, observation.var - prior.var),
     )
 
 

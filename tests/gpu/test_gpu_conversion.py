@@ -24,10 +24,10 @@ def _on_cuda(monkeypatch):
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
 def test_moved_after_conversion_equals_converted_there(transition):
-    moved, there = net(transition, "cpu").cuda(), net(transition, "cpu")
+    updated, there = net(transition, "cpu").cuda(), net(transition, "cpu")
     twin = convert(to_batchnorm(there).cuda(), image().cuda(), transition=transition, statistics_batch_size=2)
     twin.load_state_dict(there.state_dict())
-    assert_same(step(moved), step(twin))
+    assert_same(step(updated), step(twin))
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)

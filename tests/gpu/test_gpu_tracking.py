@@ -33,7 +33,7 @@ def step(model, x):
 
 def one_by_one(model):
     """Its norms move their statistics at once."""
-    model.block1.bn1.wire.relay.postpone = lambda move, kernels: False
+    model.block1.bn1.wire.relay.postpone = lambda request, kernels: False
     return model
 
 
@@ -53,7 +53,7 @@ def test_one_kernel_moves_all_norms():
     model, x = net("weights"), image().cuda()
     together = kernels_in(lambda: model(x))
     alone = kernels_in(lambda: one_by_one(model)(x))
-    assert sum("track_together" in name for name in together) == 1
+    assert sum("track_many" in name for name in together) == 1
     assert not any("track_kernel" in name for name in together)
     assert sum("track_kernel" in name for name in alone) == 7
     assert len(together) == len(alone) - 7 + 3  # one lays rows side by side, one clears the counts

@@ -197,5 +197,5 @@ def test_a_replaced_layer_leaves_the_other_priors_bundled():
         else:
             model.head[1] = nn.Identity()
         model(X)
-        (together,) = model.stem[1].wire.relay.together.values()
+        (together,) = model.stem[1].wire.relay.bundles.values()
         assert together.parts

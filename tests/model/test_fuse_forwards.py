@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kalmannorm._support.rewritten import is_fused
+from kalmannorm._support.fused_modules import is_fused
 from support.fusion_checks import converted, fused_of, shared_relu
 
 

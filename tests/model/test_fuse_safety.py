@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import kalmannorm
 from kalmannorm._norms.kalman import BatchKalmanNorm2d
-from kalmannorm._support.rewritten import is_fused
+from kalmannorm._support.fused_modules import is_fused
 from support.fusion_checks import SHAPE, Net, converted, fused_of, shared_relu
 
 

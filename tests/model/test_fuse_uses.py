@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock
 
 import kalmannorm
-from kalmannorm._support.rewritten import is_fused
+from kalmannorm._support.fused_modules import is_fused
 from support.fusion_nets import COUNTS, Residual, assert_same, converted, counts, images, pair, stem, trained
 
 

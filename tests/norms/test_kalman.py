@@ -69,7 +69,7 @@ def test_equals_algorithm_1(kind, shape, m, dtype, covariance):
         for group, start in enumerate(range(0, N, size)):
             part = to_numpy(x[start : start + size])
             before = previous.cov if full else previous.var
-            output, state, moved = train_step(
+            output, state, updated = train_step(
                 part,
                 State(to_numpy(previous.mean[group]), to_numpy(before[group])),
                 to_numpy(A),
@@ -84,7 +84,7 @@ def test_equals_algorithm_1(kind, shape, m, dtype, covariance):
             )
             outputs.append(output)
             states.append(state)
-            movings.append(moved)
+            movings.append(updated)
             sizes.append(len(part))
         tolerance = TOLERANCE[dtype]
         filter_tolerance = min(tolerance, 1e-5)

@@ -22,7 +22,7 @@ from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.track import triton_many, triton_one
-from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.track.request import TrackingRequest
 
 CASES = {
     "held, a value for each thread": ((6, 8, 2, 2), True, (32, 32, 0), False),
@@ -58,7 +58,7 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
         expected = streamed | {f"backward_{name}" for name in streamed}
     else:  # 196 positions are no multiple of 16, but of 4
         assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
-    assert compiled.keys() == expected | {"fold_kernel"}
+    assert compiled.keys() == expected | {"sum_over_groups_kernel"}
 
 
 def functions():
@@ -125,7 +125,7 @@ def test_constants_are_the_last_parameters_of_every_kernel():
 
 def test_launches_that_overlap_wait_first(compiled, monkeypatch):
     """On Hopper: nothing is read before the launch before is done."""
-    monkeypatch.setattr(triton_run, "turns", lambda device: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(triton_run, "launch_options", lambda device: {"PDL": True, "launch_pdl": True})
     monkeypatch.setattr(triton_run, "launch_for", lambda shape, _, **how: tiling.launch_of(shape, 16, 32, 2))
     x = torch.zeros((6, 64, 16, 4), dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     inputs = Inputs(x, None, None, None, None, None, 2, 1e-5)
@@ -172,11 +172,11 @@ def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monk
     assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared
 
 
-def move(kind, groups, observes, C=200):
+def request(kind, groups, observes, C=200):
     rows, buffers = Moments(*torch.ones(2, groups, C)), tuple(torch.ones(2, C))
     counts = tuple(torch.zeros(3, dtype=torch.int64))
     seen = (rows, buffers) if observes else (None, None)
-    return Move(
+    return TrackingRequest(
         rows, seen[0], buffers, seen[1], counts, torch.zeros((), dtype=torch.int32),
         examples=2 * groups, size=2, values=18 * groups, momentum=None if kind == "plain" else 0.1,
         observation_momentum=0.02, eps=1e-5, kind=kind,
@@ -186,24 +186,24 @@ def move(kind, groups, observes, C=200):
 @pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
 @pytest.mark.parametrize("kind", ["total", "plain", "sigma"])
 def test_tracking(kind, groups, compiled):
-    triton_one.track(move(kind, groups, observes=kind != "sigma"))
+    triton_one.track(request(kind, groups, observes=kind != "sigma"))
     alone = groups == 3
     assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
 
 
 def test_tracking_few_channels(compiled):
     """Where each thread has one value of a sum."""
-    triton_one.track(move("total", 2, True, C=8))
-    triton_many.track_together([move("total", 2, True, C=8) for _ in range(2)], {})
+    triton_one.track(request("total", 2, True, C=8))
+    triton_many.track_many([request("total", 2, True, C=8) for _ in range(2)], {})
     assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
 @pytest.mark.parametrize("kind", ["total", "plain"])
 def test_tracking_together(kind, groups, compiled):
-    triton_many.track_together([move(kind, groups, observes=kind == "total") for _ in range(3)], {})
-    assert compiled.keys() == {"track_together_kernel"}
-    assert "atom.global.gpu.acq_rel" in compiled["track_together_kernel"]
+    triton_many.track_many([request(kind, groups, observes=kind == "total") for _ in range(3)], {})
+    assert compiled.keys() == {"track_many_kernel"}
+    assert "atom.global.gpu.acq_rel" in compiled["track_many_kernel"]
 
 
 @pytest.mark.parametrize(("C", "P"), [(16, 16), (1, 64)])
@@ -243,6 +243,6 @@ def test_predicting(groups, gains, compiled, monkeypatch):
     rows = torch.ones(groups, P), torch.ones(groups, P), torch.ones(C, P), torch.ones(()), torch.ones(gains)
     *at, gain = triton_predict.forward(*rows)
     triton_predict.backward(*at, gain, *rows, True)
-    assert compiled.keys() == {"predict_kernel", "predict_backward_kernel", "predict_fold_kernel"}
+    assert compiled.keys() == {"predict_kernel", "predict_backward_kernel", "predict_sum_kernel"}
     assert "ld.global.v4" in compiled["predict_backward_kernel"]
     assert ("mma.sync" in compiled["predict_kernel"]) == (groups > 1 and gains > 1)

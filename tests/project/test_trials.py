@@ -102,8 +102,8 @@ def test_gradient_averages_follow_the_gradients_not_what_the_optimizer_made_of_t
     before = [norm.bias.detach().clone() for norm in training.time.norms]
     training.step()
     for norm, memory, bias in zip(training.time.norms, training.time.cells, before, strict=True):
-        moved = -training.rate * (1 + MOMENTUM) * memory.a * memory.values  # the first step: a is the gradient's mean
-        torch.testing.assert_close(norm.bias.detach() - bias, moved)
+        updated = -training.rate * (1 + MOMENTUM) * memory.a * memory.values  # the first step: a is the gradient's mean
+        torch.testing.assert_close(norm.bias.detach() - bias, updated)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

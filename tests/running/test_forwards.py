@@ -64,8 +64,8 @@ def test_activation_checkpointing_reentrant_detaches_the_learned_prior_and_says_
     with pytest.warns(UserWarning, match="re-entrant checkpoint cuts the gradient") as caught:
         gradients, buffers = step(model)
     assert len(caught) == 1
-    expected, moved = step(plain)
-    assert_same([buffers], [moved])
+    expected, updated = step(plain)
+    assert_same([buffers], [updated])
     # What the last block does by itself is right; before it, only the gradient through the prior is missing.
     torch.testing.assert_close(gradients["block3.bn2.weight"], expected["block3.bn2.weight"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(gradients["stem.0.weight"], expected["stem.0.weight"], rtol=1e-3)
@@ -262,8 +262,8 @@ def test_frozen_parts(transition):
     for name, parameter in model.named_parameters():
         frozen = name.startswith(("stem", "block1")) or name.endswith("noise")
         assert (parameter.grad is None) == (frozen and not parameter.requires_grad), name
-    moved = {n for n, b in model.named_buffers() if not torch.equal(b, before[n])}
-    assert moved and all(name.startswith(("block2", "block3")) for name in moved)
+    updated = {n for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+    assert updated and all(name.startswith(("block2", "block3")) for name in updated)
 
 
 def test_frozen_statistics_survive_train():

@@ -33,22 +33,22 @@ class Kernels(SimpleNamespace):
     def watch(self, model):
         self.norms |= {norm.running_mean.data_ptr(): norm for _, norm in norms(model)}
 
-    def _make(self, move):
-        norm = self.norms[move.running[0].data_ptr()]
-        seen = (groups_of(part, move.examples, move.size) for part in (move.posterior, move.observation))
-        norm._track(*seen, move.values)
+    def _make(self, request):
+        norm = self.norms[request.running[0].data_ptr()]
+        seen = (groups_of(part, request.examples, request.size) for part in (request.posterior, request.observation))
+        norm._track(*seen, request.values)
 
-    def track(self, move):
+    def track(self, request):
         self.alone += 1
-        self._make(move)
+        self._make(request)
 
-    def track_together(self, moves, tables):
-        places = Counter(move.running[0].data_ptr() for move in moves)
+    def track_many(self, requests, tables):
+        places = Counter(request.running[0].data_ptr() for request in requests)
         assert max(places.values()) == 1, "a norm is there twice"
         assert not torch.is_grad_enabled()
-        self.together.append(len(moves))
-        for move in moves:
-            self._make(move)
+        self.together.append(len(requests))
+        for request in requests:
+            self._make(request)
 
     def __hash__(self):
         return id(self)

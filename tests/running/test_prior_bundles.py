@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from kalmannorm import freeze_priors, set_inference
 from kalmannorm._ops.propagate import aten
 from kalmannorm._running import bundling
-from kalmannorm._running.prior_bundles import Together
+from kalmannorm._running.prior_bundles import PriorBundles
 from support.bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
 
 NETS = {
@@ -43,7 +43,7 @@ def one_by_one(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(Together, "fill", lambda *args: None)
+            patch.setattr(PriorBundles, "fill", lambda *args: None)
             return function(*args)
 
     return run

@@ -58,8 +58,8 @@ def train_step(
     shape = (1, -1) + (1,) * (x.ndim - 2)
     y = (x - mean.reshape(shape)) / np.sqrt(variances + eps).reshape(shape)
     y = y * gamma.reshape(shape) + beta.reshape(shape)
-    moved = State(
+    updated = State(
         moving.mean + alpha * (mean - moving.mean),
         moving.cov + alpha * (variances - moving.cov),
     )
-    return y, State(mean, cov), moved
+    return y, State(mean, cov), updated

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kalmannorm import convert
 from kalmannorm._norms.kalman import BatchKalmanNorm
-from kalmannorm._running.prior_bundles import Together
+from kalmannorm._running.prior_bundles import PriorBundles
 
 
 class Blocks(nn.Module):
@@ -112,13 +112,13 @@ def converted(net, shape, **options):
 def bundles(model, x, monkeypatch):
     """The bundles that a forward runs, with their tensors."""
     found = []
-    original = Together._outputs
+    original = PriorBundles._outputs
 
     def outputs(self, number, run, tensors, context):
         found.append((self.parts[number].bundle, [tensor.detach().clone() for tensor in tensors]))
         return original(self, number, run, tensors, context)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Together, "_outputs", outputs)
+        patch.setattr(PriorBundles, "_outputs", outputs)
         model(x)
     return found

@@ -64,7 +64,7 @@ def accumulate_statistics(model: nn.Module, process_group: ProcessGroupChoice = 
         pending = [_start(norm, stack) for _, norm in found]
         yield
     if pending:
-        _move([norm for _, norm in found], pending, group)
+        _update_statistics([norm for _, norm in found], pending, group)
 
 
 def _start(norm: GroupedNorm, stack: ExitStack) -> Pending:
@@ -81,7 +81,9 @@ def _start(norm: GroupedNorm, stack: ExitStack) -> Pending:
 
 
 @torch.no_grad()
-def _move(found: list[GroupedNorm], pending: list[Pending], group: distributed.ProcessGroup | None) -> None:
+def _update_statistics(
+    found: list[GroupedNorm], pending: list[Pending], group: distributed.ProcessGroup | None
+) -> None:
     messages = [_message(norm, rows) for norm, rows in zip(found, pending, strict=True)]
     if group is None:
         received = [message.unsqueeze(0) for message in messages]
@@ -90,7 +92,7 @@ def _move(found: list[GroupedNorm], pending: list[Pending], group: distributed.P
         together = Company(group, _PLACE).gather(torch.cat([message.to(device) for message in messages]))
         received = list(together.split_with_sizes([len(message) for message in messages], 1))
     for norm, rows_R in zip(found, received, strict=True):
-        _move_one(norm, rows_R)
+        _update_one(norm, rows_R)
 
 
 def _message(norm: GroupedNorm, pending: Pending) -> Tensor:
@@ -104,7 +106,7 @@ def _message(norm: GroupedNorm, pending: Pending) -> Tensor:
     return torch.cat([values.unsqueeze(0), *rows])
 
 
-def _move_one(norm: GroupedNorm, rows_R: Tensor) -> None:
+def _update_one(norm: GroupedNorm, rows_R: Tensor) -> None:
     """Move a norm by what it saw on each rank."""
     assert norm.running_mean is not None
     rows_R = rows_R.to(norm.running_mean.device)
@@ -114,4 +116,4 @@ def _move_one(norm: GroupedNorm, rows_R: Tensor) -> None:
     dtype = norm.running_mean.dtype
     population = norm._pool(Groups(Moments(*parts[:2]), shares)).to(dtype)
     observation = pooled_values(Groups(Moments(*parts[2:]), shares)).to(dtype) if parts[2:] else None
-    norm._move(population, observation, values.round().long())
+    norm._update_statistics(population, observation, values.round().long())

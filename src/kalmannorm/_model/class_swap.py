@@ -60,7 +60,7 @@ def _library_names() -> set[str]:
     return {"then", "converted_from", "input_dims"}.union(*map(_held, examples))
 
 
-def become(module: nn.Module, fresh: nn.Module) -> None:
+def swap_class(module: nn.Module, fresh: nn.Module) -> None:
     """Make a module what `fresh` is, keeping γ, β, hooks and whatever else is not the old class's."""
     ours = _library_names() if isinstance(module, GroupedNorm) else set()
     gone = (ours | _BATCHNORM | _BUFFERS) - _AFFINE
@@ -144,7 +144,7 @@ def fresh_other(module: Any, kind: NormClass, to: str, options: dict[str, Any]) 
     return fresh
 
 
-def become_batchnorm(module: GroupedNorm) -> None:
+def swap_to_batchnorm(module: GroupedNorm) -> None:
     dims = {(2, 3): 1, (4,): 2, (5,): 3}.get(tuple(module.input_dims))
     original: type[nn.Module] | None = getattr(module, "converted_from", None)
     target = plain_class(original or nn.SyncBatchNorm, dims)
@@ -155,5 +155,5 @@ def become_batchnorm(module: GroupedNorm) -> None:
         for name in _BUFFERS:
             if _tracks(module) and getattr(module, name) is not None:
                 getattr(fresh, name).copy_(getattr(module, name))
-    become(module, fresh)
+    swap_class(module, fresh)
     cast(Any, module).__class__ = target

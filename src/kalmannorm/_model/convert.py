@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from kalmannorm._model.class_swap import GROUPED, become, become_batchnorm, check_norm, fresh_grouped, fresh_other
+from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.wiring_report import Wiring, report
 from kalmannorm._norms.distributed import Place
@@ -24,7 +24,7 @@ from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
 from kalmannorm._support.checks import positive_int
-from kalmannorm._support.rewritten import unfuse
+from kalmannorm._support.fused_modules import unfuse
 from kalmannorm._wiring.plan import Plan, make_plan
 
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
@@ -99,7 +99,7 @@ def convert(
         if plan is not None:
             _add_filters(fresh, plan, options)
         for name, (module, _) in found.items():
-            become(module, fresh[name])
+            swap_class(module, fresh[name])
         if plan is not None:
             _connect(model, plan)
     return model
@@ -186,7 +186,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         unfuse(model)
         for module in list(model.modules()):
             if isinstance(module, GroupedNorm):
-                become_batchnorm(module)
+                swap_to_batchnorm(module)
         _disconnect(model)
     return model
 

@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 from torch.hub import tqdm  # type: ignore[attr-defined]  # the real one where it is installed, else torch's own
 
 from kalmannorm._model.population import freeze_statistics, named, require_norms, set_inference
-from kalmannorm._model.tallies import State, Tally, change, tallies
+from kalmannorm._model.tallies import Tallied, Tally, change, tallies
 from kalmannorm._support.checks import positive_int
 
 Forward = Callable[[nn.Module, Any], object]
@@ -210,9 +210,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if type(batch) in (tuple, list):
         return type(batch)(to_device(part, device) for part in batch)
     if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)  # keeps the kind: some dicts of batches have attributes
-        moved.update({key: to_device(part, device) for key, part in batch.items()})
-        return moved
+        updated = copy.copy(batch)  # keeps the kind: some dicts of batches have attributes
+        updated.update({key: to_device(part, device) for key, part in batch.items()})
+        return updated
     return batch
 
 
@@ -225,7 +225,9 @@ def _rank() -> int:
     return distributed.get_rank() if _ranks() > 1 else 0
 
 
-def _joined(batches: int, states: dict[str, State], failure: Exception | None) -> tuple[int, dict[str, list[State]]]:
+def _joined(
+    batches: int, states: dict[str, Tallied], failure: Exception | None
+) -> tuple[int, dict[str, list[Tallied]]]:
     """Batches in all and every rank's states, in the order of ranks; the only point where ranks meet.
 
     A rank that failed comes here too, so that the others learn of it instead of waiting for it.
@@ -246,7 +248,7 @@ def _joined(batches: int, states: dict[str, State], failure: Exception | None) -
     return sum(rank[0] for rank in ranks), {name: [rank[1][name] for rank in ranks] for name in states}
 
 
-def _report(merged: dict[str, State], kept: set[str]) -> None:
+def _report(merged: dict[str, Tallied], kept: set[str]) -> None:
     skipped = [name for name, state in merged.items() if state.skipped or (name in kept and state.batches)]
     unseen = [name for name in merged if name in kept and name not in skipped]
     if skipped:

@@ -15,14 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._ops.normalize import exportable
-from kalmannorm._ops.track.averages import moved, precise_dtype
+from kalmannorm._ops.track.averages import precise_dtype, updated
 from kalmannorm.moments import Moments
 
 AVERAGES = ("running", "observed")
 COUNTS = ("num_batches_tracked", "values_tracked", "skipped_batches")
 
 
-class State(NamedTuple):
+class Tallied(NamedTuple):
     """A tally in numbers that other ranks can take: what went in, and the averages (C,) on the CPU, by kind."""
 
     batches: int
@@ -53,22 +53,22 @@ class Tally:
         """Run the norm as in training, and look on, until the stack closes."""
         raise NotImplementedError
 
-    def moved(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
+    def updated(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
         """Where an average goes that gives a batch the weight α: by the law of total variance."""
-        return moved(average.mean, average.var, batch, alpha, total_variance=True)
+        return updated(average.mean, average.var, batch, alpha, total_variance=True)
 
-    def state(self) -> State:
+    def state(self) -> Tallied:
         if not self.seen:
-            return State(0, 0, 0, {})
+            return Tallied(0, 0, 0, {})
         batches, values, skipped = (int(self.seen[name]) for name in COUNTS)
         averages = {
             kind: Moments(self.seen[f"{kind}_mean"].cpu(), self.seen[f"{kind}_var"].cpu())
             for kind in AVERAGES
             if f"{kind}_mean" in self.seen
         }
-        return State(batches, values, skipped, averages)
+        return Tallied(batches, values, skipped, averages)
 
-    def merged(self, states: list[State]) -> State:
+    def merged(self, states: list[Tallied]) -> Tallied:
         """The states of all ranks as one; the same to the last bit on each rank, for each does the same sums."""
         values = 0
         averages: dict[str, Moments] = {}
@@ -77,12 +77,12 @@ class Tally:
                 continue
             values += state.values
             averages = {
-                kind: self.moved(kind, averages[kind], batch, state.values / values) if averages else batch
+                kind: self.updated(kind, averages[kind], batch, state.values / values) if averages else batch
                 for kind, batch in state.averages.items()
             }
-        return State(sum(state.batches for state in states), values, sum(state.skipped for state in states), averages)
+        return Tallied(sum(state.batches for state in states), values, sum(state.skipped for state in states), averages)
 
-    def write(self, state: State) -> bool:
+    def write(self, state: Tallied) -> bool:
         """Give the norm these statistics, unless nothing went in or they overflow its buffers; whether it got them."""
         new = []
         for kind, average in state.averages.items():
@@ -120,14 +120,14 @@ class GroupedTally(Tally):
         if isinstance(norm, BatchKalmanNorm):
             stack.callback(norm.release)
 
-    def moved(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
+    def updated(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
         if kind == "observed":
-            return super().moved(kind, average, batch, alpha)
+            return super().updated(kind, average, batch, alpha)
         with ExitStack() as inside:  # by the norm's own rule, which reads its buffers
             change(inside, self.norm, running_mean=average.mean, running_var=average.var)
-            return self.norm._moved(batch, alpha)
+            return self.norm._updated(batch, alpha)
 
-    def write(self, state: State) -> bool:
+    def write(self, state: Tallied) -> bool:
         written = super().write(state)
         if written and self.norm.values_tracked is not None:
             # num_batches_tracked stays: it counts steps of training, by which Batch Renorm's clips are scheduled.
@@ -166,7 +166,7 @@ class BatchNormTally(Tally):
         values = x.numel() // x.shape[1]
         observation = exportable.observe_groups(x, x.shape[0])
         batch = Moments(observation.mean[0], observation.var[0])
-        new = self.moved("running", Moments(mean, var), batch, values / (total + values).to(mean.dtype))
+        new = self.updated("running", Moments(mean, var), batch, values / (total + values).to(mean.dtype))
         finite = torch.isfinite(torch.stack([new.mean, new.var])).all()
         mean.copy_(torch.where(finite, new.mean, mean))
         var.copy_(torch.where(finite, new.var, var))
@@ -174,7 +174,7 @@ class BatchNormTally(Tally):
         self.seen["num_batches_tracked"].add_(finite)
         self.seen["skipped_batches"].add_(~finite)
 
-    def write(self, state: State) -> bool:
+    def write(self, state: Tallied) -> bool:
         written = super().write(state)
         if written and self.norm.num_batches_tracked is not None:
             self.norm.num_batches_tracked.fill_(state.batches)  # by which its `momentum=None` weighs what comes next

@@ -153,7 +153,7 @@ class BatchRenorm(GroupedNorm):
         sigma = posterior.average(torch.sqrt(var + self.eps))
         return Moments(posterior.average(mean), sigma.square() - self.eps)
 
-    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
+    def _updated(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.running_mean is not None and self.running_var is not None
         sigma, batch_sigma = (torch.sqrt(var + self.eps) for var in (self.running_var, population.var))
         mean = self.running_mean + alpha * (population.mean - self.running_mean)

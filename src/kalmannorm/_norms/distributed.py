@@ -217,7 +217,7 @@ def normalize_jointly(
     joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, company)
     rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
-    posterior = exportable.fuse(prior, observation, gain)
+    posterior = exportable.posterior_of(prior, observation, gain)
     almost_none = torch.full_like(posterior.mean[0, 0], torch.finfo(posterior.mean.dtype).eps ** 3)
     y, _, _ = run(posterior, almost_none, *affine(observation))
     return y, posterior, joint

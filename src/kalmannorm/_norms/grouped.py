@@ -300,7 +300,7 @@ class GroupedNorm(TrackedNorm):
         average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))
         if plainly():
             observation = among_average(exportable.observe_examples(x), average, self.statistics_batch_size)
-            posterior = exportable.fuse(prior, observation, gain)
+            posterior = exportable.posterior_of(prior, observation, gain)
             y = exportable.apply(x, posterior, self.weight, self.bias, 1, self.eps)
         else:
             if torch.is_grad_enabled():  # DDP may write its buffers anew before the backward

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm._norms.batchnorm_checkpoints import fill_from_batchnorm
 from kalmannorm._ops.dispatch import on_device_of, tracking_for, transformed
-from kalmannorm._ops.track.averages import Groups, Pending, groups_of, hastened, moved, values_seen
-from kalmannorm._ops.track.request import Kind, Move
+from kalmannorm._ops.track.averages import Groups, Pending, groups_of, hastened, updated, values_seen
+from kalmannorm._ops.track.request import Kind, TrackingRequest
 from kalmannorm._support.pickles import check_complete, check_known
 from kalmannorm.moments import Moments
 
@@ -87,17 +87,19 @@ class TrackedNorm(_NormBase):
         # Without the graph, which what waits for the end of a forward would keep when that end never comes.
         posterior = Moments(posterior.mean.detach(), posterior.var.detach())
         observation = Moments(observation.mean.detach(), observation.var.detach())
-        move = self._move_by(posterior, observation, examples, size, values)
-        if self.wire is None or not self.wire.postpone(move, kernels):
+        request = self._tracking_request(posterior, observation, examples, size, values)
+        if self.wire is None or not self.wire.postpone(request, kernels):
             with torch.no_grad(), on_device_of(posterior.mean):
-                kernels.track(move)
+                kernels.track(request)
 
-    def _move_by(self, posterior: Moments, observation: Moments, examples: int, size: int, values: int) -> Move:
+    def _tracking_request(
+        self, posterior: Moments, observation: Moments, examples: int, size: int, values: int
+    ) -> TrackingRequest:
         own: dict[str, Any] = self._buffers  # each by `self.` would take as long as a view
         observed = own["observed_mean"], own["observed_var"]
         if self._arrived is None or self._arrived.device != posterior.mean.device:
             self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
-        return Move(
+        return TrackingRequest(
             posterior,
             None if observed[0] is None else observation,
             (own["running_mean"], own["running_var"]),
@@ -131,11 +133,11 @@ class TrackedNorm(_NormBase):
         population = self._pool(posterior)
         seen = None if self.observed_mean is None else observation.pooled(total_variance=True)
         if self._pending is None:
-            self._move(population, seen, values)
+            self._update_statistics(population, seen, values)
         else:
             self._pending.add(population, seen, values, self._pool)
 
-    def _move(self, population: Moments, observation: Moments | None, values: Tensor | int) -> None:
+    def _update_statistics(self, population: Moments, observation: Moments | None, values: Tensor | int) -> None:
         """Move every buffer by one step, or none where a statistic is not finite or `values` is 0."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.values_tracked is not None and self.num_batches_tracked is not None
@@ -144,17 +146,17 @@ class TrackedNorm(_NormBase):
         cumulative = values / total.to(self.running_mean.dtype)
         alpha = cumulative if self.momentum is None else self.momentum
 
-        moves = [(self.running_mean, self.running_var, self._moved(population, alpha))]
+        requests = [(self.running_mean, self.running_var, self._updated(population, alpha))]
         if observation is not None and self.observed_mean is not None and self.observed_var is not None:
             alpha = cumulative if self.momentum is None else hastened(cumulative, self.observation_momentum)
-            new = moved(self.observed_mean, self.observed_var, observation, alpha, total_variance=True)
-            moves.append((self.observed_mean, self.observed_var, new))
+            new = updated(self.observed_mean, self.observed_var, observation, alpha, total_variance=True)
+            requests.append((self.observed_mean, self.observed_var, new))
         # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
-        finite = torch.isfinite(torch.stack([part for _, _, new in moves for part in (new.mean, new.var)])).all()
+        finite = torch.isfinite(torch.stack([part for _, _, new in requests for part in (new.mean, new.var)])).all()
         skip = ~finite
         if isinstance(values, Tensor):  # of other ranks or of accumulated forwards, and there may have been none
             finite, skip = finite & (values > 0), skip & (values > 0)
-        for mean, var, new in moves:
+        for mean, var, new in requests:
             mean.copy_(torch.where(finite, new.mean, mean))
             var.copy_(torch.where(finite, new.var, var))
         self.values_tracked.copy_(torch.where(finite, total, self.values_tracked))
@@ -166,9 +168,9 @@ class TrackedNorm(_NormBase):
     def _pool(self, posterior: Groups) -> Moments:
         return posterior.pooled(total_variance=self.total_variance)
 
-    def _moved(self, population: Moments, alpha: Tensor | float) -> Moments:
+    def _updated(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.running_mean is not None and self.running_var is not None
-        return moved(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
+        return updated(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
 
     def skipped(self) -> int:
         """Batches whose statistics were NaN or Inf; warns, once per layer, if there were any. Waits for the device."""
@@ -176,7 +178,7 @@ class TrackedNorm(_NormBase):
         if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
             return 0
         if self.wire is not None:  # who asks in the middle of a forward means what was seen until then
-            self.wire.settle()
+            self.wire.track_postponed()
         skipped = int(count)
         if skipped:
             self._warn_skipped()

@@ -122,17 +122,17 @@ class _Predicted(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *closed.again(_one_by_one, tensors, at)
-        if at[0] is None and at[1] is None:
+            return None, *closed.again(_one_by_one, tensors, grads)
+        if grads[0] is None and grads[1] is None:
             logit = tensors[4]
-            slope = None if at[2] is None else (at[2] * kalman.gain_slope(logit)).sum_to_size(logit.shape)
+            slope = None if grads[2] is None else (grads[2] * kalman.gain_slope(logit)).sum_to_size(logit.shape)
             return None, None, None, None, None, slope
         rows = (tensors[0].shape[0], tensors[2].shape[0])
-        arrived = [tensors[0].new_zeros(rows) if grad is None else grad.contiguous() for grad in at[:2]]
-        gain = None if at[2] is None else at[2].contiguous()
+        arrived = [tensors[0].new_zeros(rows) if grad is None else grad.contiguous() for grad in grads[:2]]
+        gain = None if grads[2] is None else grads[2].contiguous()
         with on_device_of(tensors[0]):
             given = (tensor.contiguous() for tensor in tensors)
             return None, *ctx.run.backward(*arrived, gain, *given, ctx.needs_input_grad[3])

@@ -34,7 +34,7 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     examples = min(group_size(x.shape[0], statistics_batch_size), x.shape[0])
     group = examples * (x.numel() // (x.shape[0] * x.shape[1]))
     fits = group < 2**31 - 2**13 and x.shape[1] < MOST_CHANNELS  # a tile may reach beyond the end
-    return (fused(x.device.index) if fits else None) or aten
+    return (triton_for(x.device.index) if fits else None) or aten
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:
@@ -77,7 +77,7 @@ def _read_by_kernels(*tensors: Tensor) -> bool:
     for t in tensors:
         if type(t) not in (Tensor, torch.nn.Parameter) or t.dtype != torch.float32 or t.device != device:
             return False
-    return fused(device.index) is not None
+    return triton_for(device.index) is not None
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -89,7 +89,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 @functools.cache
-def fused(device: int) -> ModuleType | None:
+def triton_for(device: int) -> ModuleType | None:
     """The module of Triton kernels, if there is one and it builds for this device."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
         return None

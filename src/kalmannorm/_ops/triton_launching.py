@@ -81,11 +81,11 @@ class Ready:
 @functools.lru_cache(maxsize=KEPT)
 def ready(kernel: Any, grid: tuple[int, ...], device: torch.device, **options: Any) -> Ready:
     """The same one for the same kernel, grid, device and options, so long as it is used now and then."""
-    return Ready(kernel, grid, (), options | turns(device))
+    return Ready(kernel, grid, (), options | launch_options(device))
 
 
 @functools.cache
-def turns(device: torch.device) -> dict[str, Any]:
+def launch_options(device: torch.device) -> dict[str, Any]:
     """Options of every launch."""
     if device.type != "cuda" or torch.version.hip is not None or not DEPENDENT_LAUNCH:
         return {"PDL": False}

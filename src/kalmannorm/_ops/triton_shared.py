@@ -15,7 +15,7 @@ DEPENDENT_LAUNCH = gdc_wait is not None
 
 
 @triton.jit
-def in_turn(PDL: tl.constexpr):
+def await_previous(PDL: tl.constexpr):
     """The first statement of a kernel."""
     if PDL:
         gdc_wait()
@@ -47,13 +47,13 @@ def mix(mean, var, prior_mean, prior_var, q, p):
 
 
 @triton.jit
-def update_backward(at_mean, at_var, mean, var, prior_mean, prior_var, q):
+def update_backward(grad_mean, grad_var, mean, var, prior_mean, prior_var, q):
     """Gradients at the observation, at the prior and at the gain, from those at the posterior.
 
     Each from its own formula and in the order of `filter.update_backward`.
     """
     p = 1.0 - q
     d = mean - prior_mean
-    lever = q * at_var * d
-    at_q = (at_mean + (p - q) * at_var * d) * d + at_var * (var - prior_var)
-    return q * at_mean + 2.0 * p * lever, q * at_var, p * (at_mean - 2.0 * lever), p * at_var, at_q
+    lever = q * grad_var * d
+    grad_q = (grad_mean + (p - q) * grad_var * d) * d + grad_var * (var - prior_var)
+    return q * grad_mean + 2.0 * p * lever, q * grad_var, p * (grad_mean - 2.0 * lever), p * grad_var, grad_q

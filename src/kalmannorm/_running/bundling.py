@@ -19,7 +19,7 @@ from torch import Tensor
 from kalmannorm._ops.propagate.bundle import Belief, Bundle, Elementwise, Gain, Given, Layer, Stage
 from kalmannorm._running.bundle_work import Work, work_of
 from kalmannorm._wiring.program import Constant, Program, Select, Slice, Step
-from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm._wiring.weak_modules import WeakModule
 
 TOGETHER = 32
 """Norms whose priors are computed together, at most. The backward of a bundle waits for the last of its gradients, and
@@ -31,14 +31,14 @@ class Call(NamedTuple):
 
     identity: int
     target: int
-    norm: Weakly
+    norm: WeakModule
 
 
 class Source(NamedTuple):
     """Where a tensor of a bundle comes from: an attribute of a module, or the mean (0) or variance (1) of a step."""
 
     shape: tuple[int, ...]
-    owner: Weakly | None = None
+    owner: WeakModule | None = None
     name: str = ""
     step: int = -1
     part: int = 0

@@ -13,43 +13,43 @@ from typing import Any, NamedTuple
 import torch
 
 from kalmannorm._ops.dispatch import on_device_of
-from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.track.request import TrackingRequest
 
 MOST = 32
 """Moves that are made together: their rows, four times (G, C), are laid side by side for it."""
 
 
 class _Waiting(NamedTuple):
-    move: Move
+    request: TrackingRequest
     stream: torch.cuda.Stream | None  # on which its rows are written
 
 
-class Postponed:
+class PostponedTracking:
     """Of one thread. `tables` belong to the kernels and are kept from forward to forward."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[ModuleType, torch.device], dict[int, _Waiting]] = {}
         self.streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
-    def add(self, move: Move, kernels: ModuleType, tables: dict[Any, Any]) -> None:
-        device, buffer = move.posterior.mean.device, move.running[0].data_ptr()
+    def add(self, request: TrackingRequest, kernels: ModuleType, tables: dict[Any, Any]) -> None:
+        device, buffer = request.posterior.mean.device, request.running[0].data_ptr()
         waiting = self.waiting.setdefault((kernels, device), {})
         if buffer in waiting or len(waiting) == MOST:
-            self.make(tables)
+            self.run(tables)
             waiting = self.waiting.setdefault((kernels, device), {})
-        waiting[buffer] = _Waiting(move, self._stream(device))
+        waiting[buffer] = _Waiting(request, self._stream(device))
 
-    def make(self, tables: dict[Any, Any]) -> None:
+    def run(self, tables: dict[Any, Any]) -> None:
         """Make all moves that wait."""
         everything, self.waiting = self.waiting, {}
         for (kernels, device), waiting in everything.items():
-            moves = [each.move for each in waiting.values()]
-            with torch.no_grad(), on_device_of(moves[0].posterior.mean):
+            requests = [each.request for each in waiting.values()]
+            with torch.no_grad(), on_device_of(requests[0].posterior.mean):
                 here = self._stream(device)
                 for each in waiting.values():
                     if each.stream is not here:
                         _join(each, here)
-                kernels.track_together(moves, tables)
+                kernels.track_many(requests, tables)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The current one; the same object for the same stream, and not made anew for every norm."""
@@ -65,5 +65,5 @@ def _join(waiting: _Waiting, here: torch.cuda.Stream | None) -> None:
     """Branches of a model may run on streams of their own: let this one wait, and the memory live until it has read."""
     if waiting.stream is not None and here is not None:
         here.wait_stream(waiting.stream)
-        for rows in waiting.move.rows():
+        for rows in waiting.request.rows():
             rows.record_stream(here)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
-from kalmannorm._ops.dispatch import fused, on_device_of
+from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Values
 from kalmannorm._ops.propagate.bundle import Bundle
@@ -77,7 +77,7 @@ class _Cached(NamedTuple):
     outputs: list[Tensor]
 
 
-class Together:
+class PriorBundles:
     """The bundles of one model, or of a part of it that is called by itself."""
 
     def __init__(self, program: Program, calls: Sequence[Call]) -> None:
@@ -90,7 +90,7 @@ class Together:
         self.lock = threading.Lock()
 
     @classmethod
-    def of(cls, plan: Plan, part: nn.Module | None) -> Together:
+    def of(cls, plan: Plan, part: nn.Module | None) -> PriorBundles:
         """For all norms of a plan, or for those in a part of the model."""
         inside = None if part is None else {id(module) for module in part.modules()}
         calls = [
@@ -249,7 +249,11 @@ def _probe(tensors: list[Tensor]) -> Tensor:
 
 def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
     """The module that computes it: Triton's kernels where they apply, PyTorch's own operations elsewhere."""
-    if context.device.type == "cuda" and context.dtype == torch.float32 and fused(context.device.index) is not None:
+    if (
+        context.device.type == "cuda"
+        and context.dtype == torch.float32
+        and triton_for(context.device.index) is not None
+    ):
         from kalmannorm._ops.propagate import triton_bundle
 
         if triton_bundle.applies(bundle, tensors):
@@ -272,36 +276,39 @@ class _Bundled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         values: Values = run.forward(bundle, tensors, dtype, tensors[0].device, True)
         ctx.bundle, ctx.run, ctx.dtype = bundle, run, dtype
-        ctx.sizes = [len(left) for left in values.left]
-        left = [tensor for each in values.left for tensor in each]
-        ctx.save_for_backward(*tensors, values.entries, *left)
+        ctx.sizes = [len(saved) for saved in values.saved]
+        saved = [tensor for each in values.saved for tensor in each]
+        ctx.save_for_backward(*tensors, values.entries, *saved)
         passed = (tensors[place].detach() for place in bundle.passed if run.PASSES)
         return *_listed(run.results(bundle, values), values.gains), *passed
 
     @staticmethod
-    def backward(ctx: Any, *at: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         bundle, saved = ctx.bundle, ctx.saved_tensors
         count, given = len(bundle.results), len(bundle.masks)
-        at_gains, at_passed = at[2 * count : 2 * count + len(bundle.gains)], at[2 * count + len(bundle.gains) :]
+        grad_gains, grad_passed = (
+            grads[2 * count : 2 * count + len(bundle.gains)],
+            grads[2 * count + len(bundle.gains) :],
+        )
         tensors, entries, rest = saved[:given], saved[given], iter(saved[given + 1 :])
         nothing = [None] * 3
         with full_precision(entries.device), on_device_of(entries):
             if torch.is_grad_enabled():
-                passed = bundle.passed[: len(at_passed)]
+                passed = bundle.passed[: len(grad_passed)]
                 spelt_out: Callable[..., list[Tensor]] = lambda *tensors: [  # noqa: E731
                     *aten.spelt_out(bundle, tensors, ctx.dtype, entries.device),
                     *(tensors[place] for place in passed),
                 ]
-                at_logits = [
+                grad_logits = [
                     grad if grad is None or grad.numel() == gain.logits else grad.sum().view(tensors[gain.logit].shape)
-                    for gain, grad in zip(bundle.gains, at_gains, strict=True)
+                    for gain, grad in zip(bundle.gains, grad_gains, strict=True)
                 ]
-                return *nothing, *closed.again(spelt_out, tensors, [*at[: 2 * count], *at_logits, *at_passed])
-            left = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
-            arrived = sum(1 << bit for bit in range(count) if at[bit] is not None or at[count + bit] is not None)
-            arrived |= sum(1 << bit for bit, grad in enumerate(at[2 * count :], count) if grad is not None)
+                return *nothing, *closed.again(spelt_out, tensors, [*grads[: 2 * count], *grad_logits, *grad_passed])
+            saved = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
+            arrived = sum(1 << bit for bit in range(count) if grads[bit] is not None or grads[count + bit] is not None)
+            arrived |= sum(1 << bit for bit, grad in enumerate(grads[2 * count :], count) if grad is not None)
             needed = zip(ctx.needs_input_grad[3:], bundle.masks, strict=True)
             asked = [wanted and bool(mask & arrived) for wanted, mask in needed]
-            pairs = list(zip(at[:count], at[count : 2 * count], strict=True))
-            values = Values(entries, [], left)
-            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, at_gains, at_passed, asked)
+            pairs = list(zip(grads[:count], grads[count : 2 * count], strict=True))
+            values = Values(entries, [], saved)
+            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, grad_gains, grad_passed, asked)

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.track.request import Move
-from kalmannorm._running.prior_bundles import Results, Together
-from kalmannorm._running.scopes import Scope, State, kept_by
+from kalmannorm._ops.track.request import TrackingRequest
+from kalmannorm._running.prior_bundles import PriorBundles, Results
+from kalmannorm._running.scopes import Scope, ThreadState, kept_by
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._wiring.plan import Plan
@@ -47,17 +47,17 @@ class Relay:
             for sibling in self.earlier.get(source, ()):
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
-        self.state = State()
-        self.together: WeakKeyDictionary[nn.Module, Together] = WeakKeyDictionary()
+        self.state = ThreadState()
+        self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # of kernels that move the statistics of many norms
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("state", "together", "tables")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("state", "bundles", "tables")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.state = State()
-        self.together, self.tables = WeakKeyDictionary(), {}
+        self.state = ThreadState()
+        self.bundles, self.tables = WeakKeyDictionary(), {}
         check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
 
     def enter(self, whole: bool, part: nn.Module) -> None:
@@ -83,22 +83,22 @@ class Relay:
         if state.depth == 0:
             state.memo, state.home, state.whole, state.part = None, None, False, None
             state.inner.clear()
-            self.settle()
+            self.track_postponed()
 
-    def postpone(self, move: Move, kernels: ModuleType) -> bool:
+    def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
         """Leave a move of statistics to the end of the forward; False where none runs, and the norm is to make it."""
         if self.state.depth == 0:
             return False
-        self.state.postponed.add(move, kernels, self.tables)
+        self.state.postponed.add(request, kernels, self.tables)
         return True
 
-    def settle(self) -> None:
+    def track_postponed(self) -> None:
         """Make the moves that were left to the end of the forward."""
         if not torch.compiler.is_compiling():  # where nothing is postponed
-            self.state.postponed.make(self.tables)
+            self.state.postponed.run(self.tables)
 
     @staticmethod
-    def _clear(state: State) -> None:
+    def _clear(state: ThreadState) -> None:
         state.posteriors.clear()
         state.counts.clear()
         state.pending.clear()
@@ -185,19 +185,19 @@ class Relay:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived, x.shape[0])
         if isinstance(memo, Results):
-            self._bundles().fill(call, target, context, memo)
+            self._bundles_of_part().fill(call, target, context, memo)
         previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)
         return memo.prior(call, previous) if isinstance(memo, Results) else previous
 
-    def _bundles(self) -> Together:
+    def _bundles_of_part(self) -> PriorBundles:
         """Of what runs: all that the model asks for, or what the norms of a part do."""
         part = self.state.part
         assert part is not None
-        if part not in self.together:
-            self.together[part] = Together.of(self.plan, None if self.state.whole else part)
-        return self.together[part]
+        if part not in self.bundles:
+            self.bundles[part] = PriorBundles.of(self.plan, None if self.state.whole else part)
+        return self.bundles[part]
 
     def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
         if torch.compiler.is_compiling():
@@ -293,11 +293,11 @@ class Wire(Complete):
         target = self.targets[which]
         return None if target is None else self.relay.evaluate(self.calls[which], target, self.sources[which], x)
 
-    def postpone(self, move: Move, kernels: ModuleType) -> bool:
-        return self.relay.postpone(move, kernels)
+    def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
+        return self.relay.postpone(request, kernels)
 
-    def settle(self) -> None:
-        self.relay.settle()
+    def track_postponed(self) -> None:
+        self.relay.track_postponed()
 
     def deliver(self, which: int, posterior: Moments) -> None:
         self.relay.deliver(self.calls[which], posterior)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kalmannorm._running.postponed_tracking import Postponed
+from kalmannorm._running.postponed_tracking import PostponedTracking
 from kalmannorm._support.activation_checkpoints import Segment
 from kalmannorm.moments import Moments
 
@@ -35,7 +35,7 @@ class Kept:
     recomputation: tuple[int, Scope] | None = None
 
 
-class State(threading.local):
+class ThreadState(threading.local):
     """One per thread, so that two threads may run one model."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class State(threading.local):
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}
         self.inner: dict[int, Scope] = {}
-        self.postponed = Postponed()
+        self.postponed = PostponedTracking()
 
 
 def kept_by(segment: Segment, relay: object) -> Kept:

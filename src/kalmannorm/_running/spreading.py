@@ -23,14 +23,14 @@ class Spread(torch.autograd.Function):
         return tuple(row.expand(size, -1) for row, size in zip(rows, groups, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *at: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * len(at)
+    def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None] * len(arriving)
         alike: dict[int, tuple[list[int], list[int]]] = {}  # by number of groups: rows (C,), and rows (1, C)
-        for place, (grad, rank) in enumerate(zip(at, ctx.ranks, strict=True)):
+        for place, (grad, rank) in enumerate(zip(arriving, ctx.ranks, strict=True)):
             if grad is not None:
                 alike.setdefault(grad.shape[0], ([], []))[rank - 1].append(place)
         for places in alike.values():
-            arrived = [[grad for place in each if (grad := at[place]) is not None] for each in places]
+            arrived = [[grad for place in each if (grad := arriving[place]) is not None] for each in places]
             widths = [[grad.shape[1] for grad in grads] for grads in arrived]
             sums = torch.cat([*arrived[0], *arrived[1]], 1).sum(0)
             flat, rows = torch.split(sums, [sum(each) for each in widths])

@@ -13,11 +13,10 @@ from kalmannorm._wiring.foldable import foldable
 from kalmannorm._wiring.program import Parameter, Posterior, Program
 from kalmannorm._wiring.recording.records import FROM_NUMBERS, UNSEEN
 from kalmannorm._wiring.recording.trace import NoInputError, Trace, trace
-from kalmannorm._wiring.rules.beliefs import Beliefs
+from kalmannorm._wiring.rules.beliefs import Beliefs, Unknown
 from kalmannorm._wiring.rules.feeding import Feeding
 from kalmannorm._wiring.rules.posteriors import Posteriors
-from kalmannorm._wiring.rules.reader import Unknown
-from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm._wiring.weak_modules import WeakModule
 
 Transition = Literal["weights", "learned"]
 NEVER_RAN = "never ran in the example"
@@ -45,8 +44,8 @@ class NormPlan(Complete):
     channels: int
     rank: int | None = None
     calls: list[CallPlan] = field(default_factory=list)
-    fold: Weakly = field(default_factory=lambda: Weakly(None))  # the layer that it can be folded into
-    module: Weakly = field(default_factory=lambda: Weakly(None))
+    fold: WeakModule = field(default_factory=lambda: WeakModule(None))  # the layer that it can be folded into
+    module: WeakModule = field(default_factory=lambda: WeakModule(None))
 
 
 @dataclass
@@ -68,7 +67,7 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     """
     traces, failed = _traces(model, example_input, norms)
     program, norm_steps = Program(), dict[int, int]()
-    plans = {name: NormPlan(name, _channels(module), module=Weakly(module)) for name, (module, _) in norms.items()}
+    plans = {name: NormPlan(name, _channels(module), module=WeakModule(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
     firsts = {here[0] for here in identities if here}
     firsts -= {identity for here in identities for identity in here[1:]}
@@ -85,7 +84,7 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
             if norm.name in done:
                 continue
             plan.rank = len(run.values[norm.value].shape)
-            plan.fold = Weakly(folds.get(norm.name))
+            plan.fold = WeakModule(folds.get(norm.name))
             plan.calls.append(_call_plan(run, call, here, feeding, reader, program))
             plan.calls[-1].first, plan.calls[-1].last = here[call] in firsts, here[call] in lasts
     _agree(plans)

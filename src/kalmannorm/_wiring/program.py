@@ -17,7 +17,7 @@ from torch import Tensor
 from kalmannorm import moments as algebra
 from kalmannorm._support.pickles import Complete
 from kalmannorm._wiring.recording.trace import Ref
-from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
@@ -46,7 +46,7 @@ class Step(Complete):
 class NormBelief(Step):
     """N(β, γ²): what a norm's output is believed to be."""
 
-    norm: Weakly = field(default_factory=lambda: Weakly(None))
+    norm: WeakModule = field(default_factory=lambda: WeakModule(None))
     channels: int = 0
 
     def run(self, given: list[Any], context: Context) -> Moments:
@@ -99,7 +99,7 @@ class Posterior(Step):
 class Parameter(Step):
     """A parameter or buffer, read from its owner."""
 
-    owner: Weakly = field(default_factory=lambda: Weakly(None))
+    owner: WeakModule = field(default_factory=lambda: WeakModule(None))
     name: str = ""
 
     def run(self, given: list[Any], context: Context) -> Any:
@@ -317,12 +317,12 @@ class Program(Complete):
             memo[index] = step.run([memo[i] for i in step.inputs], context)
             pending.pop()
 
-    def owned(self) -> list[Weakly]:
+    def owned(self) -> list[WeakModule]:
         """The modules whose tensors any step reads."""
         beliefs = [step.norm for step in self.steps if isinstance(step, NormBelief)]
         return beliefs + [step.owner for step in self.steps if isinstance(step, Parameter)]
 
-    def owners(self, target: int) -> list[Weakly]:
+    def owners(self, target: int) -> list[WeakModule]:
         """The modules whose parameters a step depends on."""
         norms = [step.norm for step in self.leaves(target, NormBelief) if isinstance(step, NormBelief)]
         return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]

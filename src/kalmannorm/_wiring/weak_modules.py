@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 
-class Weakly:
+class WeakModule:
     """A module, which somebody else keeps, and its tensors by their names."""
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -52,13 +52,13 @@ class Weakly:
         """A number for the module, also when it is gone."""
         return id(self._tensors[0]) if self._tensors else id(None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weakly:
-        copied = Weakly(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
+        copied = WeakModule(None)
         copied.__setstate__(copy.deepcopy((self.module(), self._tensors), memo))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Weakly, (None,), (self.module(), self._tensors)
+        return WeakModule, (None,), (self.module(), self._tensors)
 
     def __setstate__(self, state: tuple[nn.Module | None, tuple[dict[str, Any], ...]]) -> None:
         module, self._tensors = state

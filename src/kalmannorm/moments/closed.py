@@ -43,13 +43,15 @@ def applicable(*moments: Tensor) -> bool:
     return level < 0 and not torch._C._are_functorch_transforms_active() and torch._C._get_tracing_state() is None
 
 
-def again(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], at: Sequence[Tensor | None]) -> list[Any]:
+def again(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], arriving: Sequence[Tensor | None]
+) -> list[Any]:
     """Gradients by autograd through the formulas spelt out, for a gradient that will be differentiated itself."""
     with torch.enable_grad():
         # As views: one input may have been made of another, which is nothing to the derivative by each.
         inputs = [each.view_as(each) if isinstance(each, Tensor) else each for each in inputs]
         results = function(*inputs)
-    pairs = [(result, grad) for result, grad in zip(results, at, strict=True) if grad is not None]
+    pairs = [(result, grad) for result, grad in zip(results, arriving, strict=True) if grad is not None]
     asked = [i for i, each in enumerate(inputs) if isinstance(each, Tensor) and each.requires_grad]
     outputs, grads = [result for result, _ in pairs], [grad for _, grad in pairs]
     found = torch.autograd.grad(outputs, [inputs[i] for i in asked], grads, create_graph=True, allow_unused=True)
@@ -87,11 +89,11 @@ def relu(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]
     return value, result, (value, share, below, density.div_(deviation).mul_(varies), varies)
 
 
-def relu_gradient(kept: Sequence[Tensor], at_mean: Tensor, at_var: Tensor) -> tuple[Tensor, Tensor]:
+def relu_gradient(kept: Sequence[Tensor], grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor]:
     value, share, below, density, varies = kept
-    d_mean = (at_mean * share).addcmul_(at_var, (value * below).mul_(2))
+    d_mean = (grad_mean * share).addcmul_(grad_var, (value * below).mul_(2))
     # The share is masked by itself: where nothing varies the density is zero, but the share is not.
-    d_var = (at_var * (share * varies)).addcmul_(density, torch.addcmul(at_mean * 0.5, at_var, value, value=-1))
+    d_var = (grad_var * (share * varies)).addcmul_(density, torch.addcmul(grad_mean * 0.5, grad_var, value, value=-1))
     return d_mean, d_var
 
 
@@ -136,13 +138,13 @@ def piecewise(mean: Tensor, var: Tensor, shape: Piecewise) -> tuple[Tensor, Tens
         gap = mean - knot
         side = 1 - 2 * (gap >= 0).to(mean.dtype)
         density, tail = _tail(gap.abs() / deviation)
-        at_knot = density / deviation
+        grad_knot = density / deviation
         b = [side * tail]
         b.append(deviation * density + gap * b[0])
         for order in range(2, 5):
             b.append((order - 1) * var * b[-2] + gap * b[-1])
-        by_mean = [at_knot, b[0], 2 * b[1], 3 * b[2], 4 * b[3]]
-        by_var = [at_knot * gap / var * -0.5, 0.5 * at_knot, b[0], 3 * b[1], 6 * b[2]]
+        by_mean = [grad_knot, b[0], 2 * b[1], 3 * b[2], 4 * b[3]]
+        by_var = [grad_knot * gap / var * -0.5, 0.5 * grad_knot, b[0], 3 * b[1], 6 * b[2]]
         # (over - value)² - (below - value)² = (over - below)(over + below - 2 value)
         centred: tuple[Any, ...] = (total[0] - 2 * value, total[1], total[2])
         product: list[Any] = [0.0] * 5
@@ -169,10 +171,10 @@ def _dot(coefficients: Sequence[Any], moments: Sequence[Tensor]) -> Any:
     return total
 
 
-def jacobian_gradient(kept: Sequence[Tensor], at_mean: Tensor, at_var: Tensor) -> tuple[Tensor, Tensor]:
+def jacobian_gradient(kept: Sequence[Tensor], grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor]:
     """From the four derivatives: of the mean by mean and variance, of the variance by both."""
     mean_mean, mean_var, var_mean, var_var = kept
-    return at_mean * mean_mean + at_var * var_mean, at_mean * mean_var + at_var * var_var
+    return grad_mean * mean_mean + grad_var * var_mean, grad_mean * mean_var + grad_var * var_var
 
 
 REACH = 8

@@ -108,7 +108,7 @@ def convolved(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tu
 
 
 def convolved_gradient(
-    at: Sequence[Tensor],
+    grads: Sequence[Tensor],
     given: Sequence[Tensor],
     away: Tensor | None,
     windows: Sequence[Tensor],
@@ -122,27 +122,27 @@ def convolved_gradient(
         dW[k, c, t] = dz[k, t] mean[c] + 2 dvar'[k] share[t] W[k, c, t] var[c]
         dmean[c]    = sum dz[k, t] W[k, c, t]        dvar[c] = sum dvar'[k] share[t] W²[k, c, t]
     """
-    (at_mean, at_var), (mean, var, weight) = at, given
+    (grad_mean, grad_var), (mean, var, weight) = grads, given
     *inside, of_kinds, of_taps = windows
     groups, outputs, inputs, *taps = weight.shape
     rows, share = mean.shape[0], of_taps.flatten()
     tap_count = share.numel()
     if away is None:
-        at_taps = at_mean.unsqueeze(2) * share  # (R, K, taps)
+        grad_taps = grad_mean.unsqueeze(2) * share  # (R, K, taps)
     else:
-        at_kinds = of_kinds.flatten() * (at_mean.unsqueeze(2) + 2 * at_var.unsqueeze(2) * away)
-        at_taps = at_kinds.reshape(*at_mean.shape, *of_kinds.shape)
+        grad_kinds = of_kinds.flatten() * (grad_mean.unsqueeze(2) + 2 * grad_var.unsqueeze(2) * away)
+        grad_taps = grad_kinds.reshape(*grad_mean.shape, *of_kinds.shape)
         for axis in inside:
-            at_taps = torch.tensordot(at_taps, axis, dims=([2], [0]))
-    at_taps = at_taps.reshape(rows, groups, outputs, tap_count).permute(1, 2, 3, 0)  # (groups, K, taps, R)
-    by_group = at_var.reshape(rows, groups, outputs).permute(1, 2, 0)  # (groups, K, R)
+            grad_taps = torch.tensordot(grad_taps, axis, dims=([2], [0]))
+    grad_taps = grad_taps.reshape(rows, groups, outputs, tap_count).permute(1, 2, 3, 0)  # (groups, K, taps, R)
+    by_group = grad_var.reshape(rows, groups, outputs).permute(1, 2, 0)  # (groups, K, R)
     flat = weight.flatten(2)
     d_mean = d_var = d_weight = None
     if asked[0]:
         if tap_count == 1:
-            d_mean = (at_taps[:, :, 0].transpose(1, 2) @ flat).transpose(0, 1).flatten(1)
+            d_mean = (grad_taps[:, :, 0].transpose(1, 2) @ flat).transpose(0, 1).flatten(1)
         else:
-            d_mean = (weight.flatten(3) @ at_taps).sum(1).permute(2, 0, 1).flatten(1)
+            d_mean = (weight.flatten(3) @ grad_taps).sum(1).permute(2, 0, 1).flatten(1)
     if asked[1]:
         by_tap = (by_group.transpose(1, 2) @ flat.square()).reshape(groups, rows, inputs, tap_count)
         d_var = (by_tap @ share).transpose(0, 1).flatten(1)
@@ -151,13 +151,13 @@ def convolved_gradient(
         d_weight = (by_group @ weighted).mul_(flat)
         means = mean.reshape(rows, groups, inputs).transpose(0, 1)  # (groups, R, C / groups)
         if inputs == 1:
-            d_weight += (at_taps @ means.unsqueeze(1)).flatten(2)
+            d_weight += (grad_taps @ means.unsqueeze(1)).flatten(2)
         elif tap_count == 1:
-            d_weight += at_taps[:, :, 0] @ means
+            d_weight += grad_taps[:, :, 0] @ means
         else:  # as a product of matrices: an elementwise one crawls along a few taps
             taps_apart = torch.eye(tap_count, dtype=mean.dtype, device=mean.device)
             spread = means.reshape(groups, 1, rows, inputs, 1) * taps_apart.reshape(1, tap_count, 1, 1, tap_count)
-            d_weight.baddbmm_(at_taps.flatten(2), spread.flatten(3).flatten(1, 2))
+            d_weight.baddbmm_(grad_taps.flatten(2), spread.flatten(3).flatten(1, 2))
         d_weight = d_weight.reshape(groups, outputs, inputs, *taps)
     return [d_mean, d_var, d_weight]
 
@@ -170,13 +170,13 @@ class _Convolved(torch.autograd.Function):
         return result, spread
 
     @staticmethod
-    def backward(ctx: Any, at_mean: Tensor, at_var: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Any, ...]:
         *given, away = ctx.saved_tensors
-        at, rest = (at_mean, at_var), [None] * (len(given) - 3)
-        with full_precision(at_mean.device):
+        grads, rest = (grad_mean, grad_var), [None] * (len(given) - 3)
+        with full_precision(grad_mean.device):
             if torch.is_grad_enabled():
-                return *closed.again(lambda *given: convolved(*given)[:2], given, at)[:3], *rest
-            return *convolved_gradient(at, given[:3], away, given[3:], ctx.needs_input_grad), *rest
+                return *closed.again(lambda *given: convolved(*given)[:2], given, grads)[:3], *rest
+            return *convolved_gradient(grads, given[:3], away, given[3:], ctx.needs_input_grad), *rest
 
 
 def through_layer(m: Moments, weight: Tensor, windows: Sequence[Tensor]) -> Moments:

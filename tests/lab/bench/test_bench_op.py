@@ -126,11 +126,11 @@ def test_layers_move_their_statistics_and_ops_have_none(monkeypatch):
     seen = []
     track = BatchKalmanNorm2d._track_batch
     monkeypatch.setattr(BatchKalmanNorm2d, "_track_batch", lambda self, *given: seen.append(1) or track(self, *given))
-    for level, moved in (("layer", True), ("op", False)):
+    for level, updated in (("layer", True), ("op", False)):
         seen.clear()
         inputs, found = contenders_of(one(level=level))
         found[-1].step(inputs.upstream)()
-        assert bool(seen) == moved
+        assert bool(seen) == updated
 
 
 def test_bytes_are_those_of_the_algorithm(monkeypatch):

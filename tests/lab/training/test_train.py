@@ -106,8 +106,8 @@ def test_evaluation_leaves_the_model_as_it_was(tmp_path):
     assert loaded.model.training
     assert {norm.inference for norm in loaded.model.modules() if isinstance(norm, kalmannorm.GroupedNorm)} == {"batch"}
     assert all(torch.equal(value, before[name]) for name, value in loaded.model.state_dict().items())
-    moved = [name for name, value in again.state_dict().items() if not torch.equal(value, before[name])]
-    assert moved and all("running" in name or "observed" in name or "tracked" in name for name in moved)
+    updated = [name for name, value in again.state_dict().items() if not torch.equal(value, before[name])]
+    assert updated and all("running" in name or "observed" in name or "tracked" in name for name in updated)
 
 
 @pytest.mark.parametrize(("m", "limit"), [(1, None), (3, None), (64, 8), (96, None), (512, None)])

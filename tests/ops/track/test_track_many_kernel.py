@@ -12,7 +12,7 @@ import torch
 from kalmannorm import GhostBatchNorm1d
 from kalmannorm._norms import tracked
 from kalmannorm._ops.track import triton_many
-from kalmannorm._ops.track.triton_many import track_together
+from kalmannorm._ops.track.triton_many import track_many
 from support.poisoned import DEVICE, poison
 from support.tracked_norms import NORMS, assert_alike, forward
 
@@ -35,12 +35,12 @@ class Norms:
     """Norms whose moves are collected and made together, and their twins, which are tracked at once, one by one."""
 
     def __init__(self, *makes):
-        self.moves, self.tables, self.norms, self.twins = [], {}, [], []
+        self.requests, self.tables, self.norms, self.twins = [], {}, [], []
         for make in makes:
             norm = make().to(DEVICE)
             twin = copy.deepcopy(norm)
             twin._launch = lambda rows: None
-            norm.wire = SimpleNamespace(postpone=lambda move, kernels: self.moves.append(move) or True)
+            norm.wire = SimpleNamespace(postpone=lambda request, kernels: self.requests.append(request) or True)
             self.norms.append(norm)
             self.twins.append(twin)
 
@@ -48,8 +48,8 @@ class Norms:
         for norm, twin, x in zip(self.norms, self.twins, inputs, strict=True):
             forward(norm, x)
             forward(twin, x)
-        track_together(self.moves, self.tables)
-        self.moves.clear()
+        track_many(self.requests, self.tables)
+        self.requests.clear()
 
     def assert_alike(self):
         for norm, twin in zip(self.norms, self.twins, strict=True):
@@ -63,7 +63,7 @@ def alone(monkeypatch):
     poison(monkeypatch)
     monkeypatch.setattr(tracked, "tracking_for", lambda rows: triton_many)
     single = triton_many.track
-    monkeypatch.setattr(triton_many, "track", lambda move: calls.append(move) or single(move))
+    monkeypatch.setattr(triton_many, "track", lambda request: calls.append(request) or single(request))
     return calls
 
 

@@ -35,9 +35,9 @@ def launches(monkeypatch):
     """The kernel does it, on poisoned memory; how often it was called."""
     calls = []
 
-    def track(move):
-        calls.append(move)
-        triton_one.track(move)
+    def track(request):
+        calls.append(request)
+        triton_one.track(request)
 
     poison(monkeypatch)
     monkeypatch.setattr(tracked, "tracking_for", lambda rows: SimpleNamespace(track=track))

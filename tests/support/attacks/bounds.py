@@ -230,7 +230,7 @@ def pooled(moments: Pair, shares: Tensor, kind: str, eps: float, at: Precision) 
     return middle, Amount(total, total, (shares * error).sum(0) + at.u * total + at.tiny)
 
 
-def moved(mean: Tensor, var: Tensor, batch: Pair, alpha: float, kind: str, eps: float, at: Precision) -> Pair:
+def updated(mean: Tensor, var: Tensor, batch: Pair, alpha: float, kind: str, eps: float, at: Precision) -> Pair:
     """Where moving averages go; `batch` is of `pooled`."""
     step = batch[0].value - mean
     off = batch[0].error + at.u * (batch[0].value.abs() + mean.abs())

@@ -164,7 +164,7 @@ def judge_buffers(layer: Any, truth: Truth, before: Results, found: Counter[str]
     moves: dict[str, Amount] = {}
     for names, (row, alpha, averages) in rows.items():
         mean, var = (before[name].double() for name in names)
-        moves |= zip(names, bounds.moved(mean, var, row, alpha, averages, layer.eps, at), strict=True)
+        moves |= zip(names, bounds.updated(mean, var, row, alpha, averages, layer.eps, at), strict=True)
     stays = not all(amount.value.isfinite().all() for amount in moves.values())
     narrow = judge.overflows.any() or any((amount.terms > at.largest).any() for amount in moves.values())
     if narrow and judge.x.isfinite().all():

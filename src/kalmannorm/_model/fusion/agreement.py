@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from kalmannorm._support.rewritten import Program, fuse_module, unfuse
+from kalmannorm._support.fused_modules import FusedForward, fuse_module, unfuse
 from kalmannorm._wiring.recording.trace import arguments
 from kalmannorm._wiring.recording.untouched import untouched
 
-Programs = Sequence[tuple[str, Program]]
+Programs = Sequence[tuple[str, FusedForward]]
 """Modules by name, with the programs they shall have."""
 
 Results = dict[str, list[Tensor | None]]

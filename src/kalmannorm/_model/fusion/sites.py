@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from kalmannorm._model.fusion.tracing import IN_PLACE, hooked
+from kalmannorm._model.fusion.symbolic import IN_PLACE, hooked
 from kalmannorm._norms.grouped import GroupedNorm
 
 _RELU_FUNCTIONS = {torch.relu, torch.relu_, F.relu, F.relu_}

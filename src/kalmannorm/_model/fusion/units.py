@@ -14,11 +14,11 @@ from typing import Any
 from torch import fx, nn
 
 from kalmannorm._model.fusion.sites import Finder, Site, rewrite
-from kalmannorm._model.fusion.tracing import NotTraceableError, hooked, trace
+from kalmannorm._model.fusion.symbolic import NotTraceableError, hooked, symbolic_graph
 from kalmannorm._norms.baselines import BatchRenorm, GhostBatchNorm
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
-from kalmannorm._support.rewritten import Argument, Code, Program
+from kalmannorm._support.fused_modules import Argument, Code, FusedForward
 
 _FORWARDS = {BatchKalmanNorm.forward, GhostBatchNorm.forward, BatchRenorm.forward}
 
@@ -32,7 +32,7 @@ class Unit:
 
     name: str
     module: nn.Module
-    program: Program
+    program: FusedForward
     norms: dict[str, str]
 
 
@@ -99,11 +99,11 @@ class _Search:
         if norms:
             for finder, graph in zip(finders, graphs, strict=True):
                 rewrite(graph, finder.sites)
-            program = Program(arguments, *(_code(graph) for graph in graphs))
+            program = FusedForward(arguments, *(_code(graph) for graph in graphs))
             self.units.found.append(Unit(name, module, program, norms))
 
     def _graphs(self, module: nn.Module, arguments: tuple[Argument, ...], inlined: Collection[str]) -> list[fx.Graph]:
-        return [trace(module, arguments, inlined, training=training) for training in (True, False)]
+        return [symbolic_graph(module, arguments, inlined, training=training) for training in (True, False)]
 
     def _is_child(self, module: nn.Module, site: Site) -> bool:
         return not isinstance(module.get_submodule(str(site.norm.target)), GroupedNorm)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmannorm._ops.grid import blocks_of
 from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import in_turn, mix
+from kalmannorm._ops.triton_shared import await_previous, mix
 from kalmannorm.moments import Moments
 
 BLOCK = 128
@@ -21,7 +21,7 @@ def expect_kernel(
     C, mean_row, var_row, gain_step, share, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of the prior; its first program also stores the trust."""
-    in_turn(PDL)
+    await_previous(PDL)
     channel, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     there = channel < C
     prior_mean = tl.load(prior_mean_ptr + row * mean_row + channel, mask=there, other=0.0)

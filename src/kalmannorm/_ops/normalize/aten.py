@@ -210,18 +210,18 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
         parts, middle = slabs.centred(parts, middle), torch.zeros_like(middle)
 
     strength = scale * sum_gx
-    at_observation = at_posterior = plus(
+    grad_observation = grad_posterior = plus(
         Moments((scale * sum_g).neg_(), strength.mul_(rho).mul_(-0.5)), *grad_moments[:2]
     )
     of_prior: list[tuple[Tensor, Tensor]] = []
     if prior_mean is not None and prior_var is not None and gain is not None:
         prior = Moments(prior_mean, prior_var)
-        at_prior, at_observation, at_gain = kalman.update_backward(prior, observation, gain, at_posterior)
-        of_prior = [(at_prior.mean, prior_mean), (at_prior.var, prior_var), (at_gain, gain)]
-    at_observation = plus(at_observation, *grad_moments[2:])
+        grad_prior, grad_observation, grad_gain = kalman.update_backward(prior, observation, gain, grad_posterior)
+        of_prior = [(grad_prior.mean, prior_mean), (grad_prior.var, prior_var), (grad_gain, gain)]
+    grad_observation = plus(grad_observation, *grad_moments[2:])
 
     count = group_sizes(slabs.examples, slabs.size, rho) * slabs.positions
-    slope, constant = at_observation.var * (2 / count), at_observation.mean / count
+    slope, constant = grad_observation.var * (2 / count), grad_observation.mean / count
     slabs.affine(parts, slope, constant.addcmul_(slope, middle, value=-1), outputs)
     for out, g, a in zip(outputs, slopes, slabs.rows(scale), strict=False):
         out.addcmul_(g, a)

@@ -47,7 +47,7 @@ def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     return torch.relu(y) if relu else y
 
 
-def fuse(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
+def posterior_of(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
     """The posterior, in the observation's dtype; the observation itself where there is no prior."""
     if prior is None or gain is None:
         return observation
@@ -70,7 +70,7 @@ def normalize(
     """Output, posterior and observation, as the op gives them."""
     size = group_size(x.shape[0], statistics_batch_size)
     observation = observe_groups(x, size)
-    posterior = fuse(prior, observation, gain)
+    posterior = posterior_of(prior, observation, gain)
     y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
     return y, posterior, observation
 
@@ -110,6 +110,6 @@ def normalize_full(
         observation = observe_covariances(x, size)
         if prior is not None and prior.cov is None:
             prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))
-        posterior = fuse(prior, observation, gain)
+        posterior = posterior_of(prior, observation, gain)
     y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
     return y, posterior, observation

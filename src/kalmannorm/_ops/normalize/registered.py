@@ -92,7 +92,7 @@ def _rows(parameter: Tensor) -> int:
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, *parameters, bias, y, mean, var, observed_mean, observed_var = ctx.saved_tensors
+    x, prior_mean, prior_var, gain, weight, bias, y, *moments = ctx.saved_tensors
     rows, shape, dtype = ctx.bias
     relu = ctx.relu and not ctx.by_output
     if ctx.by_output:
@@ -100,8 +100,8 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         y = None
     given = BackwardInputs(
         Results(*grads),
-        Inputs(x, *parameters, bias, ctx.statistics_batch_size, ctx.eps, None, relu),
-        Results(y, mean, var, observed_mean, observed_var),
+        Inputs(x, prior_mean, prior_var, gain, weight, bias, ctx.statistics_batch_size, ctx.eps, None, relu),
+        Results(y, *moments),
         rows,
     )
     # Where nothing more is differentiated and nobody traces, the dispatcher would only take time.
@@ -111,7 +111,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
         d_residual = cast(d_residual, ctx.residual)
-    d_parameters = [None if t is None else next(remaining) for t in parameters]
+    d_parameters = [None if t is None else next(remaining) for t in (prior_mean, prior_var, gain, weight)]
     d_bias = next(remaining) if rows else None
     if d_bias is not None:
         d_bias = cast(d_bias if d_bias.shape == shape else d_bias.reshape(shape), dtype)
@@ -167,10 +167,12 @@ def _save_observed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(x, *output)
 
 
-def _differentiate_observed(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+def _differentiate_observed(ctx: Any, grad_mean: Tensor | None, grad_var: Tensor | None) -> tuple[Tensor, None]:
     x, mean, var = ctx.saved_tensors
     inputs = Inputs(x, None, None, None, None, None, ctx.statistics_batch_size, 1.0)
-    given = BackwardInputs(Results(None, *grads, None, None), inputs, Results(None, mean, var, mean, var), 0)
+    given = BackwardInputs(
+        Results(None, grad_mean, grad_var, None, None), inputs, Results(None, mean, var, mean, var), 0
+    )
     (dx,) = batch_kalman_norm_backward(*given.flat())
     return dx, None
 

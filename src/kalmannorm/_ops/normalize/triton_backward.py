@@ -25,7 +25,7 @@ from kalmannorm._ops.normalize.triton_forward import (
     shares_at,
     tile_at,
 )
-from kalmannorm._ops.triton_shared import in_turn, update_backward
+from kalmannorm._ops.triton_shared import await_previous, update_backward
 
 
 @triton.jit
@@ -45,16 +45,16 @@ def came_through(g, y_ptr, within, mask):
 
 
 @triton.jit
-def store_row(pointer, at, value, mask, GIVEN: tl.constexpr):
+def store_row(pointer, offset, value, mask, GIVEN: tl.constexpr):
     if GIVEN:
-        tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=mask)
+        tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_filter(
     group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
     C, weight_row, prior_mean_row, prior_var_row, gain_step,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
@@ -68,21 +68,21 @@ def load_filter(
     prior_mean, prior_var, q = load_prior(
         prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c, prior_mean_row, prior_var_row, gain_step, PRIOR
     )  # fmt: skip
-    at_mean = load_row(at_mean_ptr, row, in_c, 0.0, AT_POSTERIOR)
-    at_var = load_row(at_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
-    at_observed_mean = load_row(at_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
-    at_observed_var = load_row(at_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    grad_mean = load_row(grad_mean_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    grad_var = load_row(grad_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
+    grad_observed_mean = load_row(grad_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
+    grad_observed_var = load_row(grad_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
     # One by one: tuples inside tuples are more than Triton 3.2 takes.
     return (
         mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q,
-        at_mean, at_var, at_observed_mean, at_observed_var,
+        grad_mean, grad_var, grad_observed_mean, grad_observed_var,
     )  # fmt: skip
 
 
 @triton.jit
 def settle(
     sum_g, sum_gx, mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q,
-    at_mean, at_var, at_observed_mean, at_observed_var, group, channel, mine,
+    grad_mean, grad_var, grad_observed_mean, grad_observed_var, group, channel, mine,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -92,25 +92,25 @@ def settle(
     sum_gx *= rho
     store_row(d_weight_ptr, row, sum_gx, mine, WEIGHT)
     store_row(d_bias_ptr, row, sum_g, mine, BIAS)
-    at_mean -= scale * sum_g
-    at_var -= 0.5 * scale * rho * sum_gx
+    grad_mean -= scale * sum_g
+    grad_var -= 0.5 * scale * rho * sum_gx
     if PRIOR:
-        at_mean, at_var, at_prior_mean, at_prior_var, at_gain = update_backward(
-            at_mean, at_var, observed_mean, observed_var, prior_mean, prior_var, q
+        grad_mean, grad_var, grad_prior_mean, grad_prior_var, grad_gain = update_backward(
+            grad_mean, grad_var, observed_mean, observed_var, prior_mean, prior_var, q
         )
-        store_row(d_prior_mean_ptr, row, at_prior_mean, mine, PRIOR)
-        store_row(d_prior_var_ptr, row, at_prior_var, mine, PRIOR)
-        store_row(d_gain_ptr, row, at_gain, mine, PRIOR)
+        store_row(d_prior_mean_ptr, row, grad_prior_mean, mine, PRIOR)
+        store_row(d_prior_var_ptr, row, grad_prior_var, mine, PRIOR)
+        store_row(d_gain_ptr, row, grad_gain, mine, PRIOR)
     count = (tl.minimum(N - group * m, m) * L).to(tl.float32)
-    slope = 2.0 * (at_var + at_observed_var) / count
-    return slope, (at_mean + at_observed_mean) / count + slope * (mean - observed_mean)
+    slope = 2.0 * (grad_var + grad_observed_var) / count
+    return slope, (grad_mean + grad_observed_mean) / count + slope * (mean - observed_mean)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
     g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr,
@@ -119,14 +119,14 @@ def backward_kernel(
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
-    in_turn(PDL)
+    await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
         C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
@@ -146,7 +146,7 @@ def backward_kernel(
         lanes_gx += g * away
     slope, constant = settle(
         tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0),
-        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def backward_reduce_kernel(
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: Σ g, Σ g (x - mean) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
-    in_turn(PDL)
+    await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
     column, in_c = channels_of(block, columns, BC, EVEN)
@@ -206,7 +206,7 @@ def backward_reduce_kernel(
 def backward_apply_kernel(
     g_ptr, x_ptr, dx_ptr, partial_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, splits, chunks,
     weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
@@ -219,15 +219,15 @@ def backward_apply_kernel(
 
     Behind a residual and a ReLU, g is what came through.
     """
-    in_turn(PDL)
+    await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
     column, in_c = channels_of(block, columns, BC, EVEN)
     channel = channel_at(column, C, K)
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
         C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
@@ -242,7 +242,7 @@ def backward_apply_kernel(
         shares_gx += tl.load(partial_ptr + plane + share, mask=there, other=0.0)
     slope, constant = settle(
         tl.sum(shares_g, 1), tl.sum(shares_gx, 1),
-        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3,
         group, channel, in_c & (column == channel) & (split == 0),
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
         N, C, rows * K, m, PRIOR, WEIGHT, TO_BIAS,
@@ -259,34 +259,34 @@ def backward_apply_kernel(
 
 
 @triton.jit
-def fold_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.constexpr, GIVEN: tl.constexpr):
+def sum_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.constexpr, GIVEN: tl.constexpr):
     """One parameter's rows (G, C) summed in fixed order: (C,), in the parameter's own dtype."""
     if GIVEN:
         in_c = channel < C
         lanes = tl.zeros([BG, BC], tl.float32)
         for start in range(0, G, BG):
             group = start + tl.arange(0, BG)
-            at = group.to(tl.int64)[:, None] * C + channel[None, :]
-            lanes += tl.load(source_ptr + at, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
+            offset = group.to(tl.int64)[:, None] * C + channel[None, :]
+            lanes += tl.load(source_ptr + offset, mask=(group < G)[:, None] & in_c[None, :], other=0.0)
         tl.store(target_ptr + channel, tl.sum(lanes, 0).to(target_ptr.dtype.element_ty), mask=in_c)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def fold_kernel(
+def sum_over_groups_kernel(
     source_0, source_1, source_2, source_3, source_4, target_0, target_1, target_2, target_3, target_4,
     G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows of COUNT parameters summed over the groups, each by programs of its own."""
-    in_turn(PDL)
+    await_previous(PDL)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     parameter = tl.program_id(1)
     if parameter == 0:
-        fold_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
+        sum_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
     if parameter == 1:
-        fold_rows(source_1, target_1, G, C, channel, BG, BC, COUNT > 1)
+        sum_rows(source_1, target_1, G, C, channel, BG, BC, COUNT > 1)
     if parameter == 2:
-        fold_rows(source_2, target_2, G, C, channel, BG, BC, COUNT > 2)
+        sum_rows(source_2, target_2, G, C, channel, BG, BC, COUNT > 2)
     if parameter == 3:
-        fold_rows(source_3, target_3, G, C, channel, BG, BC, COUNT > 3)
+        sum_rows(source_3, target_3, G, C, channel, BG, BC, COUNT > 3)
     if parameter == 4:
-        fold_rows(source_4, target_4, G, C, channel, BG, BC, COUNT > 4)
+        sum_rows(source_4, target_4, G, C, channel, BG, BC, COUNT > 4)

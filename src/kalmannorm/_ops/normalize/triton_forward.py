@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from kalmannorm._ops.normalize import tiling
-from kalmannorm._ops.triton_shared import in_turn, sum_of_products, update
+from kalmannorm._ops.triton_shared import await_previous, sum_of_products, update
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch: a new value must not build a kernel anew."""
@@ -182,11 +182,11 @@ def observed(
 
 
 @triton.jit
-def load_row(pointer, at, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
+def load_row(pointer, offset, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
     """Parameters as float32; `fill` where there are none."""
     if GIVEN:
-        return tl.load(pointer + at, mask=mask, other=fill).to(tl.float32)
-    return tl.full(at.shape, fill, tl.float32)
+        return tl.load(pointer + offset, mask=mask, other=fill).to(tl.float32)
+    return tl.full(offset.shape, fill, tl.float32)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def forward_kernel(
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """On chip: the whole forward of one group and BC channels."""
-    in_turn(PDL)
+    await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
@@ -268,7 +268,7 @@ def reduce_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, first: mean and squared deviations (2, S, G, K, C) of a share of a group; rows of it (S, G)."""
-    in_turn(PDL)
+    await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
     column, in_c = channels_of(block, columns, BC, EVEN)
@@ -326,7 +326,7 @@ def observe_kernel(
     K: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """After `reduce_kernel`, where nothing is to be normalized: the observation."""
-    in_turn(PDL)
+    await_previous(PDL)
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = channel < C
@@ -347,7 +347,7 @@ def apply_kernel(
     BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
-    in_turn(PDL)
+    await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)
     column, in_c = channels_of(block, columns, BC, EVEN)

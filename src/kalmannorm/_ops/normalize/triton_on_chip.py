@@ -20,7 +20,7 @@ from kalmannorm._ops.normalize.triton_forward import (
     load_row,
     tile_at,
 )
-from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 settle = norm.settle
 settle_gradient = gradient.settle
@@ -36,7 +36,7 @@ def held_forward_kernel(
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    in_turn(PDL)
+    await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
@@ -68,7 +68,7 @@ def held_forward_kernel(
 def held_backward_kernel(
     g_ptr, x_ptr, y_ptr, dx_ptr, d_residual_ptr, weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-    at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+    grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, G, C, L, m, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step, eps,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
@@ -76,7 +76,7 @@ def held_backward_kernel(
     RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    in_turn(PDL)
+    await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
     channel, in_c = channels_of(tl.program_id(0) // G, C, BC, EVEN)
@@ -86,10 +86,10 @@ def held_backward_kernel(
     g = tl.load(g_ptr + start + within, mask=mask, other=0.0)
     if RESIDUAL:
         shut = tl.load(y_ptr + start + within, mask=mask, other=0.0).to(tl.float32) <= 0.0
-    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3 = load_filter(
+    mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3 = load_filter(
         group, channel, in_c, weight_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
         mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr,
-        at_mean_ptr, at_var_ptr, at_observed_mean_ptr, at_observed_var_ptr,
+        grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
         C, weight_row, prior_mean_row, prior_var_row, gain_step, PRIOR, WEIGHT, AT_POSTERIOR, AT_OBSERVATION,
     )  # fmt: skip
     rho = tl.rsqrt(var + eps)
@@ -103,7 +103,7 @@ def held_backward_kernel(
         tl.store(d_residual_ptr + start + within, g, mask=mask)
     slope, constant = settle_gradient(
         tl.sum(g.to(tl.float32), 0), sum_of_products(g.to(tl.float32), held.to(tl.float32) - mean[None, :], 0),
-        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, at_0, at_1, at_2, at_3,
+        mean, rho, weight, observed_mean, observed_var, prior_mean, prior_var, q, d_0, d_1, d_2, d_3,
         group, channel, in_c,
         d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, N, C, L, m, PRIOR, WEIGHT, TO_BIAS,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from kalmannorm._ops.normalize.tiling import (
     observing,
     shape_of,
 )
-from kalmannorm._ops.triton_launching import KEPT, Ready, ready, turns
+from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options, ready
 
 
 def forward(inputs: Inputs) -> Results:
@@ -35,8 +35,8 @@ def forward(inputs: Inputs) -> Results:
     shape = shape_of(x, statistics_batch_size)
     adds = residual is not None
     how = launch_for(shape, processors_of(x), residual=adds, wide=x.dtype == torch.float32)
-    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
-    launches = forward_launches(shape, how, x.device, steps, eps, relu, adds)
+    parameters, row_strides = laid_out(weight, bias, prior_mean, prior_var, gain)
+    launches = forward_launches(shape, how, x.device, row_strides, eps, relu, adds)
     y = torch.empty_like(x)
     # One by one, because what an op returns may not share memory.
     mean = torch.empty((shape.groups, shape.C), device=x.device, dtype=torch.float32)
@@ -53,13 +53,13 @@ def forward(inputs: Inputs) -> Results:
 
 @functools.lru_cache(maxsize=KEPT)
 def forward_launches(
-    shape: Shape, how: Launch, device: torch.device, steps: Steps, eps: float, relu: bool, residual: bool
+    shape: Shape, how: Launch, device: torch.device, row_strides: RowStrides, eps: float, relu: bool, residual: bool
 ) -> tuple[Ready, ...]:
-    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), row_strides.numbers
     options = tile_of(shape, how, device) | {
-        "PRIOR": steps.prior_mean is not None,
-        "WEIGHT": steps.weight is not None,
-        "BIAS": steps.bias is not None,
+        "PRIOR": row_strides.prior_mean is not None,
+        "WEIGHT": row_strides.weight is not None,
+        "BIAS": row_strides.bias is not None,
         "RELU": relu,
         "RESIDUAL": residual,
     }
@@ -110,11 +110,11 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
     assert rows is not None
     shape = shape_of(x, statistics_batch_size)
     how = launch_for(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
-    parameters, steps = laid_out(weight, bias, prior_mean, prior_var, gain)
+    parameters, row_strides = laid_out(weight, bias, prior_mean, prior_var, gain)
     grad_y = torch.zeros_like(x) if grad_y is None else grad_y
-    at_posterior, at_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
-    arrived = at_posterior[0] is not None, at_observation[0] is not None
-    launches = backward_launches(shape, how, x.device, steps, eps, relu, y is not None, bias_rows > 0, arrived)
+    grad_posterior, grad_observation = pair(grad_moments[:2]), pair(grad_moments[2:])
+    arrived = grad_posterior[0] is not None, grad_observation[0] is not None
+    launches = backward_launches(shape, how, x.device, row_strides, eps, relu, y is not None, bias_rows > 0, arrived)
     dx = torch.empty_like(x)
     d_residual = None if y is None else torch.empty_like(x)
     rooms = [
@@ -122,14 +122,14 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
         room_of((bias_rows, shape.C), torch.float32, rows) if bias_rows else NO_ROOM,
         *(room_for(parameter, rows) for parameter in (prior_mean, prior_var, gain)),
     ]
-    at = *moments, *at_posterior, *at_observation, *[room.rows for room in rooms]
+    rows_of_groups = *moments, *grad_posterior, *grad_observation, *[room.rows for room in rooms]
     if how.splits == 0:
-        launches[0](grad_y, x, y, dx, d_residual, *parameters, *at)
+        launches[0](grad_y, x, y, dx, d_residual, *parameters, *rows_of_groups)
     else:
         partial = partial_sums(shape, how, x.device)
         launches[0](grad_y, x, y, d_residual, partial, *parameters[:2], *moments[:2])
-        launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *at)
-    fold(rooms)
+        launches[1](grad_y if d_residual is None else d_residual, x, dx, partial, *parameters, *rows_of_groups)
+    sum_over_groups(rooms)
     d_weight, d_bias, d_prior_mean, d_prior_var, d_gain = [room.result for room in rooms]
     if gain is not None and d_gain is None:
         assert rooms[-1].rows is not None
@@ -143,19 +143,23 @@ def backward_launches(
     shape: Shape,
     how: Launch,
     device: torch.device,
-    steps: Steps,
+    row_strides: RowStrides,
     eps: float,
     relu: bool,
     residual: bool,
     to_bias: bool,
     arrived: tuple[bool, bool],
 ) -> tuple[Ready, ...]:
-    sizes, rows = (shape.N, shape.groups, *shape[1:4]), steps.numbers
+    sizes, rows = (shape.N, shape.groups, *shape[1:4]), row_strides.numbers
     # With a residual the output tells what a ReLU let through.
-    affine = {"WEIGHT": steps.weight is not None, "BIAS": steps.bias is not None, "RELU": relu and not residual}
+    affine = {
+        "WEIGHT": row_strides.weight is not None,
+        "BIAS": row_strides.bias is not None,
+        "RELU": relu and not residual,
+    }
     looking = tile_of(shape, how, device) | affine
     options = looking | {
-        "PRIOR": steps.prior_mean is not None,
+        "PRIOR": row_strides.prior_mean is not None,
         "TO_BIAS": to_bias,
         "AT_POSTERIOR": arrived[0],
         "AT_OBSERVATION": arrived[1],
@@ -177,7 +181,7 @@ def backward_launches(
 def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
     tile = {"BR": how.BR, "BC": how.BC, "V": shape.abreast(how.K).vector, "num_warps": how.warps}
     tile |= {"CHANNELS_LAST": shape.channels_last, "EVEN": how.even(shape)}
-    return tile | turns(device) | ({} if how.held else {"STAGES": how.stages})
+    return tile | launch_options(device) | ({} if how.held else {"STAGES": how.stages})
 
 
 class Room(NamedTuple):
@@ -185,7 +189,7 @@ class Room(NamedTuple):
 
     rows: Tensor | None
     result: Tensor | None
-    folds: bool
+    sums_rows: bool
     """Whether `result` is yet to be summed from the rows; else it is a view of them, or a single number."""
 
 
@@ -206,18 +210,18 @@ def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
     return Room(torch.empty_like(like), result, values == like.shape[1])
 
 
-def fold(rooms: Sequence[Room]) -> None:
+def sum_over_groups(rooms: Sequence[Room]) -> None:
     """Sum what is yet to be summed, all in one launch."""
-    folding = [room for room in rooms if room.folds]
-    if not folding:
+    summing = [room for room in rooms if room.sums_rows]
+    if not summing:
         return
-    assert folding[0].rows is not None
-    G, C = folding[0].rows.shape
-    missing = [None] * (5 - len(folding))
-    sources, targets = [room.rows for room in folding], [room.result for room in folding]
+    assert summing[0].rows is not None
+    G, C = summing[0].rows.shape
+    missing = [None] * (5 - len(summing))
+    sources, targets = [room.rows for room in summing], [room.result for room in summing]
     BG, BC = min(power(G), 64), 16
-    grid = blocks_of(C, BC), len(folding)
-    ready(gradient.fold_kernel, grid, folding[0].rows.device, COUNT=len(folding), BG=BG, BC=BC)(
+    grid = blocks_of(C, BC), len(summing)
+    ready(gradient.sum_over_groups_kernel, grid, summing[0].rows.device, COUNT=len(summing), BG=BG, BC=BC)(
         *sources, *missing, *targets, *missing, G, C
     )
 
@@ -225,10 +229,10 @@ def fold(rooms: Sequence[Room]) -> None:
 def try_out(device: torch.device) -> None:
     """Build and launch the smallest kernel; raises where Triton cannot."""
     rows = torch.zeros((2, 1), device=device)
-    fold([Room(rows, torch.empty(1, device=device), True)])
+    sum_over_groups([Room(rows, torch.empty(1, device=device), True)])
 
 
-class Steps(NamedTuple):
+class RowStrides(NamedTuple):
     """From one group's row of a parameter to the next, 0 where one row is for all; of the gain, from channel to
     channel. None where there is no such parameter.
     """
@@ -244,10 +248,10 @@ class Steps(NamedTuple):
         return tuple(step or 0 for step in self)
 
 
-def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], Steps]:
+def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], RowStrides]:
     """γ, β, the prior's moments and the gain, such that rows lie together."""
     laid: list[Tensor | None] = []
-    steps: list[int | None] = []
+    row_strides: list[int | None] = []
     for rows in parameters:
         step: int | None = None
         if rows is not None:
@@ -257,10 +261,10 @@ def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], Steps]:
                 strides = rows.stride()
             step = strides[0] if len(strides) == 2 and rows.shape[0] > 1 else 0
         laid.append(rows)
-        steps.append(step)
+        row_strides.append(step)
     if (gain := laid[-1]) is not None:  # rows (G, C) of a gain are equal, for its gradients' sake: the first serves
-        steps[-1] = 1 if gain.numel() > 1 else 0
-    return laid, Steps(*steps)
+        row_strides[-1] = 1 if gain.numel() > 1 else 0
+    return laid, RowStrides(*row_strides)
 
 
 def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:

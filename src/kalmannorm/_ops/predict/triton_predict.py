@@ -19,7 +19,7 @@ from torch import Tensor
 from kalmannorm._filter import GAIN_MARGIN
 from kalmannorm._ops.grid import blocks_of, power
 from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
 
@@ -27,14 +27,14 @@ MARGIN = tl.constexpr(GAIN_MARGIN)
 @triton.jit
 def load_rows(rows_ptr, row, rows, column, columns):
     """A tile of a matrix (rows, columns) that lies together, zero outside."""
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    return tl.load(rows_ptr + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+    offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+    return tl.load(rows_ptr + offset, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
 
 
 @triton.jit
 def store_rows(rows_ptr, row, rows, column, columns, values):
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(rows_ptr + at, values, mask=(row < rows)[:, None] & (column < columns)[None, :])
+    offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(rows_ptr + offset, values, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def predict_kernel(
     BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BC outputs of BG groups; of one group alone where BG is 1."""
-    in_turn(PDL)
+    await_previous(PDL)
     c, g = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BG + tl.arange(0, BG)
     if BG == 1:
         sums = tl.zeros([BC, BP], tl.float32)
@@ -80,13 +80,13 @@ def predict_kernel(
 
 @triton.jit
 def predict_backward_kernel(
-    at_mean_ptr, at_var_ptr, mean_ptr, var_ptr, matrix_ptr, at_matrix_ptr, shares_ptr, noise_shares_ptr,
+    grad_mean_ptr, grad_var_ptr, mean_ptr, var_ptr, matrix_ptr, grad_matrix_ptr, shares_ptr, noise_shares_ptr,
     G, C, P,
     BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, TO_MATRIX: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """BC × BP of A: its gradient, and what these outputs add to the gradients of the moments before."""
-    in_turn(PDL)
+    await_previous(PDL)
     c, p = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BP + tl.arange(0, BP)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     a = load_rows(matrix_ptr, c, C, p, P)
@@ -96,42 +96,42 @@ def predict_backward_kernel(
     noise = tl.zeros([BC], tl.float32)
     for first in range(0, G, BG):
         g = first + tl.arange(0, BG)
-        at_mean, at_var = load_rows(at_mean_ptr, g, G, c, C), load_rows(at_var_ptr, g, G, c, C)
+        grad_mean, grad_var = load_rows(grad_mean_ptr, g, G, c, C), load_rows(grad_var_ptr, g, G, c, C)
         mean, var = load_rows(mean_ptr, g, G, p, P), load_rows(var_ptr, g, G, p, P)
-        noise += tl.sum(at_var, 0)
+        noise += tl.sum(grad_var, 0)
         if BG == 1:
-            row_mean, row_var = tl.sum(at_mean, 0)[:, None], tl.sum(at_var, 0)[:, None]
+            row_mean, row_var = tl.sum(grad_mean, 0)[:, None], tl.sum(grad_var, 0)[:, None]
             of_mean += row_mean * mean
             of_var += row_var * var
             store_rows(to_mean, g, G, p, P, sum_of_products(row_mean, a, 0)[None, :])
             store_rows(to_var, g, G, p, P, sum_of_products(row_var * a, a, 0)[None, :])
         else:
-            of_mean = tl.dot(tl.trans(at_mean), mean, of_mean, input_precision=PRECISION)
-            of_var = tl.dot(tl.trans(at_var), var, of_var, input_precision=PRECISION)
-            store_rows(to_mean, g, G, p, P, tl.dot(at_mean, a, input_precision=PRECISION))
-            store_rows(to_var, g, G, p, P, tl.dot(at_var, a * a, input_precision=PRECISION))
+            of_mean = tl.dot(tl.trans(grad_mean), mean, of_mean, input_precision=PRECISION)
+            of_var = tl.dot(tl.trans(grad_var), var, of_var, input_precision=PRECISION)
+            store_rows(to_mean, g, G, p, P, tl.dot(grad_mean, a, input_precision=PRECISION))
+            store_rows(to_var, g, G, p, P, tl.dot(grad_var, a * a, input_precision=PRECISION))
     if TO_MATRIX:
-        store_rows(at_matrix_ptr, c, C, p, P, of_mean + 2.0 * a * of_var)
+        store_rows(grad_matrix_ptr, c, C, p, P, of_mean + 2.0 * a * of_var)
     tl.store(noise_shares_ptr + block, tl.sum(noise, 0), mask=tl.program_id(1) == 0)
 
 
 @triton.jit
-def predict_fold_kernel(
-    shares_ptr, noise_shares_ptr, noise_ptr, logit_ptr, at_gain_ptr,
+def predict_sum_kernel(
+    shares_ptr, noise_shares_ptr, noise_ptr, logit_ptr, grad_gain_ptr,
     to_mean_ptr, to_var_ptr, to_noise_ptr, to_logit_ptr,
     blocks, values, C, gain_step,
     BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Shares added up, BV values in each program; and what belongs to the noise and the gain."""
-    in_turn(PDL)
-    at = tl.program_id(0) * BV + tl.arange(0, BV)
+    await_previous(PDL)
+    offset = tl.program_id(0) * BV + tl.arange(0, BV)
     to_mean = tl.zeros([BV], tl.float32)
     to_var = tl.zeros([BV], tl.float32)
     for block in range(blocks):
-        to_mean += tl.load(shares_ptr + block * values + at, mask=at < values, other=0.0)
-        to_var += tl.load(shares_ptr + (blocks + block) * values + at, mask=at < values, other=0.0)
-    tl.store(to_mean_ptr + at, to_mean, mask=at < values)
-    tl.store(to_var_ptr + at, to_var, mask=at < values)
+        to_mean += tl.load(shares_ptr + block * values + offset, mask=offset < values, other=0.0)
+        to_var += tl.load(shares_ptr + (blocks + block) * values + offset, mask=offset < values, other=0.0)
+    tl.store(to_mean_ptr + offset, to_mean, mask=offset < values)
+    tl.store(to_var_ptr + offset, to_var, mask=offset < values)
     if tl.program_id(0) == 0:
         share = tl.arange(0, BS)
         total = tl.sum(tl.load(noise_shares_ptr + share, mask=share < blocks, other=0.0), 0)
@@ -142,7 +142,7 @@ def predict_fold_kernel(
             for first in range(0, C, BV):
                 one = first + tl.arange(0, BV)
                 trust = share_of(tl.load(logit_ptr + one * gain_step, mask=one < C, other=0.0))
-                change = (1 - 2 * MARGIN) * trust * (1 - trust) * tl.load(at_gain_ptr + one, mask=one < C, other=0.0)
+                change = (1 - 2 * MARGIN) * trust * (1 - trust) * tl.load(grad_gain_ptr + one, mask=one < C, other=0.0)
                 sums += change
                 tl.store(to_logit_ptr + one, change, mask=(one < C) & (gain_step != 0))
             if gain_step == 0:
@@ -178,9 +178,9 @@ def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Ten
 
 
 def backward(
-    at_mean: Tensor,
-    at_var: Tensor,
-    at_gain: Tensor | None,
+    grad_mean: Tensor,
+    grad_var: Tensor,
+    grad_gain: Tensor | None,
     mean: Tensor,
     var: Tensor,
     matrix: Tensor,
@@ -196,17 +196,17 @@ def backward(
     blocks = blocks_of(C, BC)
     shares = torch.empty((2, blocks, G, P), device=mean.device, dtype=torch.float32)
     noise_shares = torch.empty(blocks, device=mean.device, dtype=torch.float32)
-    at_matrix = torch.empty_like(matrix) if to_matrix else None
+    grad_matrix = torch.empty_like(matrix) if to_matrix else None
     options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(mean.device)}
     ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), mean.device, **options)(
-        at_mean, at_var, mean, var, matrix, at_matrix, shares, noise_shares, G, C, P
+        grad_mean, grad_var, mean, var, matrix, grad_matrix, shares, noise_shares, G, C, P
     )
     to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
-    to_logit = None if at_gain is None else torch.empty_like(logit)
+    to_logit = None if grad_gain is None else torch.empty_like(logit)
     BV = 256
-    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": at_gain is not None}
-    ready(predict_fold_kernel, (blocks_of(G * P, BV),), mean.device, **options)(
-        shares, noise_shares, noise, logit, at_gain, to_mean, to_var, to_noise, to_logit,
+    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": grad_gain is not None}
+    ready(predict_sum_kernel, (blocks_of(G * P, BV),), mean.device, **options)(
+        shares, noise_shares, noise, logit, grad_gain, to_mean, to_var, to_noise, to_logit,
         blocks, G * P, C, int(logit.numel() > 1),
     )  # fmt: skip
-    return to_mean, to_var, at_matrix, to_noise, to_logit
+    return to_mean, to_var, grad_matrix, to_noise, to_logit

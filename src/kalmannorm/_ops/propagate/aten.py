@@ -50,8 +50,8 @@ PASSES = False
 """Whether what a bundle passes shall pass through it: elsewhere a gradient more is one of many in a kernel, here it
 would be another operation."""
 Tensors = Sequence[Tensor]
-Left = tuple[Tensor | None, ...]
-_NONE: Left = ()
+Saved = tuple[Tensor | None, ...]
+_NONE: Saved = ()
 
 
 class Values(NamedTuple):
@@ -59,7 +59,7 @@ class Values(NamedTuple):
 
     entries: Tensor
     gains: Sequence[Tensor]
-    left: list[Left]
+    saved: list[Saved]
 
 
 class _Work(NamedTuple):
@@ -154,20 +154,20 @@ def _leaves(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
 
 
 def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
-    ready, left = _ready(bundle, device), list[Left]()
+    ready, saved = _ready(bundle, device), list[Saved]()
     entries = torch.empty((2, bundle.entries), dtype=dtype, device=device)
     entries[:, : bundle.leaves] = _leaves(bundle, tensors, dtype, device)
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
         for each, work in elementwise:
-            left.append(_apply(each.function, entries, work, gradients))
+            saved.append(_apply(each.function, entries, work, gradients))
         for layer, work in layers:
             weight, seen = tensors[layer.weight].to(dtype), ready.geometry(layer, dtype)
             mean, var, away = aten_layers.forward(layer, _taken(entries, work.a), weight, seen)
             if layer.bias is not None:
                 mean = mean + tensors[layer.bias]
             entries[0, work.out], entries[1, work.out] = mean, var
-            left.append((away,))
-    return Values(entries, _gains(bundle, tensors), left)
+            saved.append((away,))
+    return Values(entries, _gains(bundle, tensors), saved)
 
 
 def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
@@ -190,7 +190,7 @@ def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
     return group_weight(layer.a.numel(), weight, layer.groups, layer.transposed) if layer.axes else weight.unsqueeze(0)
 
 
-def _apply(function: Function, entries: Tensor, work: _Work, gradients: bool) -> Left:
+def _apply(function: Function, entries: Tensor, work: _Work, gradients: bool) -> Saved:
     out, a = entries[:, work.out], _taken(entries, work.a)
     if work.b is not None:
         b = _taken(entries, work.b)
@@ -226,16 +226,16 @@ def backward(
     bundle: Bundle,
     tensors: Tensors,
     values: Values,
-    at: Sequence[tuple[Tensor | None, Tensor | None]],
-    at_gains: Sequence[Tensor | None],
-    at_passed: Sequence[Tensor | None],
+    grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
+    grad_gains: Sequence[Tensor | None],
+    grad_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of the tensors that are asked for, from those of means and variances, gains and what is passed."""
     entries = values.entries
-    ready, left = _ready(bundle, entries.device), list(values.left)
+    ready, saved = _ready(bundle, entries.device), list(values.saved)
     grads = torch.zeros_like(entries)
-    for where, pair in zip(ready.results, at, strict=True):
+    for where, pair in zip(ready.results, grad_results, strict=True):
         if pair[0] is not None or pair[1] is not None:
             rows = [torch.zeros_like(entries[0, : _size(where)]) if grad is None else grad.reshape(-1) for grad in pair]
             _added(grads, where, torch.stack(rows))
@@ -243,14 +243,14 @@ def backward(
     for elementwise, layers in zip(reversed(ready.elementwise), reversed(ready.layers), strict=True):
         for layer, work in reversed(layers):
             seen = ready.geometry(layer, entries.dtype)
-            _layer_gradient(layer, work, entries, grads, tensors, left.pop()[0], seen, asked, found)
+            _layer_gradient(layer, work, entries, grads, tensors, saved.pop()[0], seen, asked, found)
         for each, work in reversed(elementwise):
-            _function_gradient(each.function, work, entries, grads, left.pop())
+            _function_gradient(each.function, work, entries, grads, saved.pop())
     _leaf_gradients(bundle, tensors, grads, found)
-    for place, grad in zip(bundle.passed, at_passed, strict=False):
+    for place, grad in zip(bundle.passed, grad_passed, strict=False):
         more = found[place]
         found[place] = more if grad is None else grad if more is None else more + grad
-    _gain_gradients(bundle, tensors, at_gains, found)
+    _gain_gradients(bundle, tensors, grad_gains, found)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
 
 
@@ -269,40 +269,40 @@ def _layer_gradient(
     asked: Sequence[bool],
     found: list[Tensor | None],
 ) -> None:
-    weight, given, at = tensors[layer.weight], _taken(entries, work.a), grads[:, work.out]
+    weight, given, grad = tensors[layer.weight], _taken(entries, work.a), grads[:, work.out]
     d_given, d_weight = aten_layers.backward(
-        layer, at, given, weight.to(entries.dtype), away, seen, asked[layer.weight]
+        layer, grad, given, weight.to(entries.dtype), away, seen, asked[layer.weight]
     )
     _added(grads, work.a, d_given)
     if d_weight is not None:
         found[layer.weight] = d_weight.to(weight.dtype)
     if layer.bias is not None:
-        found[layer.bias] = at[0].to(tensors[layer.bias].dtype)
+        found[layer.bias] = grad[0].to(tensors[layer.bias].dtype)
 
 
-def _function_gradient(function: Function, work: _Work, entries: Tensor, grads: Tensor, left: Left) -> None:
-    at = grads[:, work.out].clone()
+def _function_gradient(function: Function, work: _Work, entries: Tensor, grads: Tensor, saved: Saved) -> None:
+    grad = grads[:, work.out].clone()
     if work.b is not None:
         if function.kind == "product":
             a, b = _taken(entries, work.a), _taken(entries, work.b)
-            _added(grads, work.a, _product_gradient(at, a, b))
-            _added(grads, work.b, _product_gradient(at, b, a))
+            _added(grads, work.a, _product_gradient(grad, a, b))
+            _added(grads, work.b, _product_gradient(grad, b, a))
             return
-        _added(grads, work.a, at)
-        _added(grads, work.b, torch.stack([-at[0], at[1]]) if function.kind == "subtract" else at)
+        _added(grads, work.a, grad)
+        _added(grads, work.b, torch.stack([-grad[0], grad[1]]) if function.kind == "subtract" else grad)
         return
     if function.kind == "affine":
         scale, _, spread = function.numbers
-        _added(grads, work.a, torch.stack([at[0] * scale, at[1] * spread]))
+        _added(grads, work.a, torch.stack([grad[0] * scale, grad[1] * spread]))
         return
-    kept: Any = left
+    kept: Any = saved
     gradient = closed.relu_gradient if function == RELU else closed.jacobian_gradient
-    d_mean, d_var = gradient(kept, *at.to(kept[0].dtype))
+    d_mean, d_var = gradient(kept, *grad.to(kept[0].dtype))
     _added(grads, work.a, torch.stack([d_mean.reshape(-1), d_var.reshape(-1)]).to(grads.dtype))
 
 
-def _product_gradient(at: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([at[0] * b[0] + 2 * at[1] * b[1] * a[0], at[1] * (b[1] + b[0].square())])
+def _product_gradient(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([grad[0] * b[0] + 2 * grad[1] * b[1] * a[0], grad[1] * (b[1] + b[0].square())])
 
 
 def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list[Tensor | None]) -> None:
@@ -320,10 +320,15 @@ def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list
         start += given.size
 
 
-def _gain_gradients(bundle: Bundle, tensors: Tensors, at: Sequence[Tensor | None], found: list[Tensor | None]) -> None:
+def _gain_gradients(
+    bundle: Bundle, tensors: Tensors, grad_gains: Sequence[Tensor | None], found: list[Tensor | None]
+) -> None:
     logits = [tensors[gain.logit].reshape(-1) for gain in bundle.gains]
-    if any(grad is not None for grad in at):
-        grads = [torch.zeros_like(x) if grad is None else grad.reshape(-1) for x, grad in zip(logits, at, strict=True)]
+    if any(grad is not None for grad in grad_gains):
+        grads = [
+            torch.zeros_like(x) if grad is None else grad.reshape(-1)
+            for x, grad in zip(logits, grad_gains, strict=True)
+        ]
         slopes = gain_slope(torch.cat(logits)) * torch.cat(grads)
         for gain, part in zip(bundle.gains, torch.split(slopes, [x.numel() for x in logits]), strict=True):
             found[gain.logit] = part.view(tensors[gain.logit].shape)

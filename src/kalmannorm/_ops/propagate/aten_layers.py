@@ -63,35 +63,35 @@ def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tupl
 
 
 def backward(
-    layer: Layer, at: Tensor, given: Tensor, weight: Tensor, away: Tensor | None, seen: Geometry, asked: bool
+    layer: Layer, grad: Tensor, given: Tensor, weight: Tensor, away: Tensor | None, seen: Geometry, asked: bool
 ) -> tuple[Tensor, Tensor | None]:
     """From gradients (2, K) those at the moments, (2, C), and at the weight if it is asked for."""
     if not _dense(layer):
         around = windows(layer.axes, given.dtype, given.device)
-        at_both, both = (at[:1], at[1:]), (given[:1], given[1:], _grouped(layer, weight))
-        mean, var, d_weight = convolved_gradient(at_both, both, away, around, (True, True, asked))
+        grad_both, both = (grad[:1], grad[1:]), (given[:1], given[1:], _grouped(layer, weight))
+        mean, var, d_weight = convolved_gradient(grad_both, both, away, around, (True, True, asked))
         assert mean is not None and var is not None
         if d_weight is not None:
             d_weight = (d_weight.transpose(1, 2) if layer.transposed else d_weight).reshape(layer.shape)
         return torch.cat([mean, var]), d_weight
     taps = seen.of_taps.numel()
     matrix = weight.reshape(layer.outputs, -1)
-    by_tap = torch.mv(matrix.square().t(), at[1])
+    by_tap = torch.mv(matrix.square().t(), grad[1])
     if taps == 1:
-        at_taps = at[0].unsqueeze(1)
-        moments = torch.stack([torch.mv(matrix.t(), at[0]), by_tap])
+        grad_taps = grad[0].unsqueeze(1)
+        moments = torch.stack([torch.mv(matrix.t(), grad[0]), by_tap])
     else:
         if away is None:
-            at_taps = at[0].unsqueeze(1) * seen.of_taps
+            grad_taps = grad[0].unsqueeze(1) * seen.of_taps
         else:
-            at_kinds = torch.addcmul(at[0].unsqueeze(1), at[1].unsqueeze(1), away, value=2) * seen.of_kinds
-            at_taps = at_kinds @ seen.inside  # (K, taps)
-        sums = (matrix.view(layer.outputs, -1, taps) @ at_taps.unsqueeze(2)).sum((0, 2))
+            grad_kinds = torch.addcmul(grad[0].unsqueeze(1), grad[1].unsqueeze(1), away, value=2) * seen.of_kinds
+            grad_taps = grad_kinds @ seen.inside  # (K, taps)
+        sums = (matrix.view(layer.outputs, -1, taps) @ grad_taps.unsqueeze(2)).sum((0, 2))
         moments = torch.stack([sums, torch.mv(by_tap.view(-1, taps), seen.of_taps)])
     if not asked:
         return moments, None
     weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
-    d_weight = torch.mul(matrix, weighted[1] * 2).mul_(at[1].unsqueeze(1))
+    d_weight = torch.mul(matrix, weighted[1] * 2).mul_(grad[1].unsqueeze(1))
     # A product of matrices: an elementwise one crawls along a few taps.
     spread = given[:1] if taps == 1 else (given[0].unsqueeze(1) * seen.apart.unsqueeze(1)).flatten(1)
-    return moments, d_weight.addmm_(at_taps, spread).view(layer.shape)
+    return moments, d_weight.addmm_(grad_taps, spread).view(layer.shape)

@@ -166,12 +166,12 @@ def backward(
     bundle: Bundle,
     tensors: Tensors,
     values: Values,
-    at: Sequence[tuple[Tensor | None, Tensor | None]],
-    at_gains: Sequence[Tensor | None],
-    at_passed: Sequence[Tensor | None],
+    grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
+    grad_gains: Sequence[Tensor | None],
+    grad_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    entries, ((sums, flat, *slopes),) = values.entries, values.left
+    entries, ((sums, flat, *slopes),) = values.entries, values.saved
     assert sums is not None and flat is not None
     device, E = entries.device, bundle.entries
     tables = _tables(bundle, device)
@@ -182,22 +182,22 @@ def backward(
     for row in range(2):
         parts = [
             _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
-            for result, pair in zip(bundle.results, at, strict=True)
+            for result, pair in zip(bundle.results, grad_results, strict=True)
         ]
         torch.cat(parts, 1, out=slots[row : row + 1, 2 * E : 2 * E + arrived])
     gathered = torch.empty((2, E), device=device, dtype=torch.float32)
-    at_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+    grad_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
     uses = (slots, S, *tables.uses)
     for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
         for tile, _, work in stage.forward:
             ready(layers.rows_backward_kernel, (work.shape[0],), device, BK=tile.BK, TP=tile.TP)(
-                gathered, sums, at_sums, bound.table, work, tables.geometry, E, *uses
+                gathered, sums, grad_sums, bound.table, work, tables.geometry, E, *uses
             )
         for tile, depthwise, work in stage.backward:
             options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
             ready(layers.layers_backward_kernel, (work.shape[0],), device, **options)(
-                entries, gathered, at_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E
+                entries, gathered, grad_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E
             )
         for tape in reversed(tapes):
             ready(moments.tape_backward_kernel, (tape.depths.numel(),), device, LANES=LANES, num_warps=2)(
@@ -205,14 +205,14 @@ def backward(
                 tape.offsets, tape.depths,
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
-    passed = _passed(bundle, at_passed, device)
+    passed = _passed(bundle, grad_passed, device)
     ready(
         leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, PASSED=passed is not None, BLOCK=BLOCK
     )(flat, small, passed, *uses, leaves, _beliefs(bundle))
     if bundle.gains:
         grads = [
             _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
-            for gain, grad in zip(bundle.gains, at_gains, strict=True)
+            for gain, grad in zip(bundle.gains, grad_gains, strict=True)
         ]
         ready(leaves_of.gains_backward_kernel, (len(grads),), device, BLOCK=4 * BLOCK)(
             flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm._ops.triton_shared import in_turn
+from kalmannorm._ops.triton_shared import await_previous
 
 # Kinds of instructions.
 ADD = tl.constexpr(1)
@@ -220,11 +220,11 @@ def through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE: tl.constexpr, HAS
 
 
 @triton.jit
-def instruction(at, there, code_ptr, a_ptr, b_ptr, out_ptr):
+def instruction(offset, there, code_ptr, a_ptr, b_ptr, out_ptr):
     """Its code, operands and result; one that is not there does nothing."""
-    code = tl.load(code_ptr + at, mask=there, other=0)
-    a, b = tl.load(a_ptr + at, mask=there, other=0), tl.load(b_ptr + at, mask=there, other=0)
-    return code, a, b, tl.load(out_ptr + at, mask=there, other=0)
+    code = tl.load(code_ptr + offset, mask=there, other=0)
+    a, b = tl.load(a_ptr + offset, mask=there, other=0), tl.load(b_ptr + offset, mask=there, other=0)
+    return code, a, b, tl.load(out_ptr + offset, mask=there, other=0)
 
 
 @triton.jit(do_not_specialize=["E", "T"])
@@ -238,12 +238,12 @@ def tape_kernel(
     Each is asked for while the one before is computed. Derivatives of functions of one entry, (4, T), are kept for the
     way back, which would have to compute them again, one after the other.
     """
-    in_turn(PDL)
+    await_previous(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
     depth = tl.load(depth_ptr + tl.program_id(0))
     code, a, b, out = instruction(offset, offset >= 0, code_ptr, a_ptr, b_ptr, out_ptr)
     for t in range(depth):
-        at = offset + t * LANES
+        lane = offset + t * LANES
         kind, numbers = code % 8, numbers_ptr + code // 8 * NUMBERS
         live, two = kind > 0, (kind > 0) & (kind <= PRODUCT)
         am = tl.load(entries_ptr + a, mask=live, other=0.0)
@@ -252,7 +252,7 @@ def tape_kernel(
         bv = tl.load(entries_ptr + E + b, mask=two, other=0.0)
         here = out
         there = (offset >= 0) & (t + 1 < depth)
-        code, a, b, out = instruction(at + LANES, there, code_ptr, a_ptr, b_ptr, out_ptr)
+        code, a, b, out = instruction(lane + LANES, there, code_ptr, a_ptr, b_ptr, out_ptr)
         mean, var, mm, mv, vm, vv = through(
             kind, am, av, numbers, weights_ptr, HAS_PIECEWISE, HAS_SMOOTH, NODES, DENSITY
         )
@@ -263,10 +263,10 @@ def tape_kernel(
         tl.store(entries_ptr + here, mean, mask=live)
         tl.store(entries_ptr + E + here, var, mask=live)
         if SLOPES:
-            tl.store(slopes_ptr + at, mm, mask=live)
-            tl.store(slopes_ptr + T + at, mv, mask=live)
-            tl.store(slopes_ptr + 2 * T + at, vm, mask=live)
-            tl.store(slopes_ptr + 3 * T + at, vv, mask=live)
+            tl.store(slopes_ptr + lane, mm, mask=live)
+            tl.store(slopes_ptr + T + lane, mv, mask=live)
+            tl.store(slopes_ptr + 2 * T + lane, vm, mask=live)
+            tl.store(slopes_ptr + 3 * T + lane, vv, mask=live)
         tl.debug_barrier()  # the next instruction may read it, in another thread
 
 
@@ -296,20 +296,20 @@ def collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end):
 
 @triton.jit
 def instruction_back(
-    at, there, entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr
+    offset, there, entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr
 ):  # fmt: skip
     """An instruction with all that its gradients need but those that arrive: nothing of it changes on the way back."""
-    code, a, b, out = instruction(at, there, code_ptr, a_ptr, b_ptr, out_ptr)
+    code, a, b, out = instruction(offset, there, code_ptr, a_ptr, b_ptr, out_ptr)
     kind = code % 8
     product, one = kind == PRODUCT, kind > PRODUCT
     begin = tl.load(first_ptr + out, mask=kind > 0, other=0)
     end = tl.load(first_ptr + out + 1, mask=kind > 0, other=0)
     am, av = tl.load(entries_ptr + a, mask=product, other=0.0), tl.load(entries_ptr + E + a, mask=product, other=0.0)
     bm, bv = tl.load(entries_ptr + b, mask=product, other=0.0), tl.load(entries_ptr + E + b, mask=product, other=0.0)
-    mm, mv = tl.load(slopes_ptr + at, mask=one, other=0.0), tl.load(slopes_ptr + T + at, mask=one, other=0.0)
+    mm, mv = tl.load(slopes_ptr + offset, mask=one, other=0.0), tl.load(slopes_ptr + T + offset, mask=one, other=0.0)
     vm, vv = (
-        tl.load(slopes_ptr + 2 * T + at, mask=one, other=0.0),
-        tl.load(slopes_ptr + 3 * T + at, mask=one, other=0.0),
+        tl.load(slopes_ptr + 2 * T + offset, mask=one, other=0.0),
+        tl.load(slopes_ptr + 3 * T + offset, mask=one, other=0.0),
     )
     return kind, out, begin, end, am, av, bm, bv, mm, mv, vm, vv
 
@@ -320,7 +320,7 @@ def tape_backward_kernel(
     code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The tape from its end: the slots of operand a are the first E, those of operand b the next."""
-    in_turn(PDL)
+    await_previous(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
     depth = tl.load(depth_ptr + tl.program_id(0))
     last = offset + (depth - 1) * LANES

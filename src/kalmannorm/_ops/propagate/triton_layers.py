@@ -35,7 +35,7 @@ from kalmannorm._ops.propagate.triton_elementwise import (
     WEIGHT,
     collect,
 )
-from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
 
 
 @triton.jit
-def steps(row, TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr):
+def strides_of(row, TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr):
     """Through a weight, from input to input and from tap to tap."""
     step_input = 1 if ONE and not TAPS_LAST else tl.load(row + STEP_INPUT)
     step_tap = 1 if ONE and TAPS_LAST else multiple(row + STEP_TAP, WIDE)
@@ -80,13 +80,13 @@ def layers_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Means and variances of BK outputs of a layer; where there is a border, what each tap sums up to is kept."""
-    in_turn(PDL)
+    await_previous(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
     weight_ptr = weight_of(row, TYPE, WIDE)
     outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
     group_outputs, group_inputs = tl.load(row + GROUP_OUTPUTS), multiple(row + GROUP_INPUTS, WIDE)
-    step_input, step_tap = steps(row, TAPS_LAST, ONE, WIDE)
+    step_input, step_tap = strides_of(row, TAPS_LAST, ONE, WIDE)
     step_output = multiple(row + STEP_OUTPUT, WIDE)
     if GROUPED:
         group = (k // group_outputs)[:, None, None]
@@ -109,8 +109,8 @@ def layers_kernel(
         entry = tl.load(listed + first + c, mask=listing, other=0)
         mean = tl.load(entries_ptr + entry, mask=listing, other=0.0)
         var = tl.load(entries_ptr + E + entry, mask=listing, other=0.0)
-        at = line + (first + c) * step_input + t * step_tap
-        w = tl.load(weight_ptr + at, mask=in_k & in_c & (t < taps), other=0.0).to(tl.float32)
+        offset = line + (first + c) * step_input + t * step_tap
+        w = tl.load(weight_ptr + offset, mask=in_k & in_c & (t < taps), other=0.0).to(tl.float32)
         sums += w * mean
         squares += w * w * var
     by_tap = tl.sum(sums, 1 if TAPS_LAST else 2)  # [BK, TP]
@@ -145,37 +145,37 @@ def centre(by_tap, geometry, tap, taps, kinds):
 
 @triton.jit(do_not_specialize=["E", "S"])
 def rows_backward_kernel(
-    at_ptr, sums_ptr, at_sums_ptr, table_ptr, work_ptr, geometry_ptr, E,
+    grad_ptr, sums_ptr, grad_sums_ptr, table_ptr, work_ptr, geometry_ptr, E,
     slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
     BK: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients that arrive at BK outputs, and those of what each of their taps sums up to."""
-    in_turn(PDL)
+    await_previous(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
     outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
     in_k, entry = k < outputs, tl.load(row + START) + k
-    at_mean, at_var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, in_k)
-    tl.store(at_ptr + entry, at_mean, mask=in_k)
-    tl.store(at_ptr + E + entry, at_var, mask=in_k)
+    grad_mean, grad_var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, in_k)
+    tl.store(grad_ptr + entry, grad_mean, mask=in_k)
+    tl.store(grad_ptr + E + entry, grad_var, mask=in_k)
     tap = tl.arange(0, TP)
     geometry = geometry_ptr + tl.load(row + GEOMETRY)
     kept = tl.load(row + SUMS) + k[:, None] * taps + tap[None, :]
     mask = in_k[:, None] & (tap < taps)[None, :]
     by_tap = tl.load(sums_ptr + kept, mask=mask & (kinds > 1), other=0.0)
     mean = centre(by_tap, geometry, tap, taps, kinds)
-    at_sums = tl.zeros([BK, TP], tl.float32)
+    grad_sums = tl.zeros([BK, TP], tl.float32)
     for kind in range(kinds):
         inside = tl.load(geometry + taps + kinds + kind * taps + tap, mask=tap < taps, other=0.0)
         away = sum_of_products(by_tap, inside[None, :], 1) - mean
-        at_kind = tl.load(geometry + taps + kind) * (at_mean + 2.0 * at_var * away)
-        at_sums += at_kind[:, None] * inside[None, :]
-    tl.store(at_sums_ptr + kept, at_sums, mask=mask)
+        grad_kind = tl.load(geometry + taps + kind) * (grad_mean + 2.0 * grad_var * away)
+        grad_sums += grad_kind[:, None] * inside[None, :]
+    tl.store(grad_sums_ptr + kept, grad_sums, mask=mask)
 
 
 @triton.jit(do_not_specialize=["E", "S"])
 def layers_backward_kernel(
-    entries_ptr, at_ptr, at_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
+    entries_ptr, grad_ptr, grad_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
     BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, DEPTHWISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -184,7 +184,7 @@ def layers_backward_kernel(
 
     Depthwise, output and input are one: then BK is 1, and BC goes through the groups.
     """
-    in_turn(PDL)
+    await_previous(PDL)
     work = work_ptr + 4 * tl.program_id(0)
     row = table_ptr + tl.load(work) * COLUMNS
     group, split = tl.load(work + 1), tl.load(work + 3)
@@ -193,7 +193,7 @@ def layers_backward_kernel(
     group_outputs, inputs = tl.load(row + GROUP_OUTPUTS), tl.load(row + INPUTS)
     group_inputs = multiple(row + GROUP_INPUTS, WIDE)
     step_group, step_output = multiple(row + STEP_GROUP, WIDE), multiple(row + STEP_OUTPUT, WIDE)
-    step_input, step_tap = steps(row, TAPS_LAST, ONE, WIDE)
+    step_input, step_tap = strides_of(row, TAPS_LAST, ONE, WIDE)
     stored = multiple(row + GRADIENT, WIDE)
     wanted = tl.load(row + WANTED) != 0
     column, t = along(BC, TP, TAPS_LAST)
@@ -215,20 +215,20 @@ def layers_backward_kernel(
         if DEPTHWISE:
             k = c
             in_k = in_c
-            at = c * step_group + t * step_tap
+            offset = c * step_group + t * step_tap
         else:
             k = (first + tl.arange(0, BK))[:, None, None]
             in_k = k < end
-            at = group * step_group + k * step_output + c * step_input + t * step_tap
+            offset = group * step_group + k * step_output + c * step_input + t * step_tap
             k = group * group_outputs + k
         there = in_k & in_c & (t < taps)
-        w = tl.load(weight_ptr + at, mask=there, other=0.0).to(tl.float32)
-        at_sum = tl.load(at_sums_ptr + kept + k * taps + t, mask=in_k & (t < taps), other=0.0)
-        at_var = tl.load(at_ptr + E + start + k, mask=in_k, other=0.0) * share
-        change = at_sum * mean + 2.0 * at_var * w * var
-        tl.store(gradient_ptr + stored + at, change.to(TYPE), mask=there & wanted)
-        to_mean += at_sum * w
-        to_var += at_var * w * w
+        w = tl.load(weight_ptr + offset, mask=there, other=0.0).to(tl.float32)
+        grad_sum = tl.load(grad_sums_ptr + kept + k * taps + t, mask=in_k & (t < taps), other=0.0)
+        grad_var = tl.load(grad_ptr + E + start + k, mask=in_k, other=0.0) * share
+        change = grad_sum * mean + 2.0 * grad_var * w * var
+        tl.store(gradient_ptr + stored + offset, change.to(TYPE), mask=there & wanted)
+        to_mean += grad_sum * w
+        to_var += grad_var * w * w
     slot = tl.load(row + SLOTS) + split * inputs + group * group_inputs + tl.load(work + 2) * BC + tl.arange(0, BC)
     in_slot = tl.load(work + 2) * BC + tl.arange(0, BC) < (inputs if DEPTHWISE else group_inputs)
     tl.store(slots_ptr + slot, tl.sum(tl.sum(to_mean, 2 if TAPS_LAST else 1), 0), mask=in_slot)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kalmannorm._ops.propagate.triton_elementwise import collect
-from kalmannorm._ops.triton_shared import in_turn
+from kalmannorm._ops.triton_shared import await_previous
 
 
 @triton.jit(do_not_specialize=["E", "LEAVES", "BELIEFS", "CHANNELS"])
@@ -15,7 +15,7 @@ def leaves_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Beliefs and given moments into their entries: γ is squared, what is given is not. And gains of their logits."""
-    in_turn(PDL)
+    await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mean = tl.load(flat_ptr + i, mask=i < LEAVES, other=0.0).to(tl.float32)
     var = tl.load(flat_ptr + LEAVES + i, mask=i < LEAVES, other=0.0).to(tl.float32)
@@ -32,7 +32,7 @@ def leaves_backward_kernel(
     LEAVES, BELIEFS, PASSED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients in the order of `flat`, and added to them what came to beliefs from the norms themselves."""
-    in_turn(PDL)
+    await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mean, var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, i, i < LEAVES)
     weight = tl.load(flat_ptr + LEAVES + i, mask=i < BELIEFS, other=0.5).to(tl.float32)
@@ -46,21 +46,21 @@ def leaves_backward_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def gains_backward_kernel(
-    flat_ptr, grads_ptr, at_ptr, gains_ptr, first, margin, BLOCK: tl.constexpr, PDL: tl.constexpr
+    flat_ptr, grads_ptr, grad_ptr, gains_ptr, first, margin, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Gradients of the logits of one gain, which begin at `first` in `flat`: of each, or of one for all channels."""
-    in_turn(PDL)
+    await_previous(PDL)
     row = gains_ptr + 4 * tl.program_id(0)
     logit, logits = first + tl.load(row), tl.load(row + 1)
     channel, channels = tl.load(row + 2), tl.load(row + 3)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, channels, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        at = tl.load(at_ptr + channel + i, mask=i < channels, other=0.0).to(tl.float32)
-        total += at
+        grad = tl.load(grad_ptr + channel + i, mask=i < channels, other=0.0).to(tl.float32)
+        total += grad
         own = (i < channels) & (logits > 1)
         share = 1.0 / (1.0 + tl.exp(-tl.load(flat_ptr + logit + i, mask=own, other=0.0).to(tl.float32)))
-        tl.store(grads_ptr + logit + i, at * (1.0 - 2.0 * margin) * share * (1.0 - share), mask=own)
+        tl.store(grads_ptr + logit + i, grad * (1.0 - 2.0 * margin) * share * (1.0 - share), mask=own)
     if logits == 1:
         share = 1.0 / (1.0 + tl.exp(-tl.load(flat_ptr + logit).to(tl.float32)))
         tl.store(grads_ptr + logit, tl.sum(total, 0) * (1.0 - 2.0 * margin) * share * (1.0 - share))

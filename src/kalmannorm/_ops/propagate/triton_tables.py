@@ -102,16 +102,16 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
     tapes = [_tapes(stage.elementwise, bundle.entries, functions, device) for stage in bundle.stages]
     layers = [layer for stage in bundle.stages for layer in stage.layers]
     results = torch.cat(bundle.results)
-    rows, listed, seen, at, sums = [], list[Tensor](), list[Tensor](), 0, 0
+    rows, listed, seen, offset, sums = [], list[Tensor](), list[Tensor](), 0, 0
     slots = 2 * bundle.entries + results.numel()
     used = [(results, torch.arange(2 * bundle.entries, slots), 0, 1)]
     places: dict[object, int] = {}
     for layer in layers:
         kernel = geometry(layer, torch.float32, torch.device("cpu"))
         if layer.axes not in places:
-            places[layer.axes] = at
+            places[layer.axes] = offset
             seen += [kernel.of_taps, kernel.of_kinds, kernel.inside.flatten()]
-            at += sum(part.numel() for part in seen[-3:])
+            offset += sum(part.numel() for part in seen[-3:])
         inputs, taps = layer.a.numel(), kernel.of_taps.numel()
         group_inputs, group_outputs = inputs // layer.groups, layer.outputs // layer.groups
         share = min(max(ROW_WORK // (min(power(group_inputs), 32) * taps), 1), group_outputs)
@@ -216,9 +216,9 @@ def _tape(rows: Tensor, device: torch.device) -> Tape:
     depths = counts[longest_first][::LANES]
     offsets = (depths.cumsum(0) - depths) * LANES
     where = place[rows[0]]
-    at = offsets[where // LANES] + turn * LANES + where % LANES
+    offset = offsets[where // LANES] + turn * LANES + where % LANES
     table = torch.zeros(4, int(depths.sum()) * LANES, dtype=torch.long)
-    table[:, at] = rows[1:]
+    table[:, offset] = rows[1:]
     code, a, b, out = (_integers(part, device) for part in table)
     kinds = set((rows[1] % 8).tolist())
     return Tape((code, a, b, out), _integers(offsets, device), _integers(depths, device), 5 in kinds, 6 in kinds)

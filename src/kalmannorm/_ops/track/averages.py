@@ -47,7 +47,7 @@ def groups_of(moments: Moments, examples: int, size: int) -> Groups:
     return Groups(moments, group_sizes(examples, size, moments.mean) / examples)
 
 
-def moved(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
+def updated(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
     """Where the moving averages go after this batch."""
     step = batch.mean - mean
     # In this order: with α = 1 the square, which may overflow, counts nothing.

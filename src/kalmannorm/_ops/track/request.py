@@ -12,7 +12,7 @@ Kind: TypeAlias = Literal["total", "plain", "sigma"]
 """What running statistics average: total variances, plain variances, standard deviations."""
 
 
-class Move(NamedTuple):
+class TrackingRequest(NamedTuple):
     """Of groups of `size` neighbours among `examples`, with `values` values per channel.
 
     `counts` are values, batches and skipped batches so far. `arrived` is an int32 zero, which is one again afterwards;

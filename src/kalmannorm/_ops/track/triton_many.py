@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
-from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._ops.track.triton_one import KINDS, track, track_block
 from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import in_turn
+from kalmannorm._ops.triton_shared import await_previous
 
-__all__ = ["track", "track_together"]
+__all__ = ["track", "track_many"]
 
 KEPT = 64
 """Tables that are kept, the last ones written; what a CUDA graph reads is kept in any case."""
@@ -56,12 +56,12 @@ def address(pointer, TYPE: tl.constexpr):
 
 
 @triton.jit
-def track_together_kernel(
+def track_many_kernel(
     rows_ptr, table_ptr, work_ptr, scratch_ptr, arrived_ptr,
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr,
     KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    in_turn(PDL)
+    await_previous(PDL)
     work = work_ptr + 2 * tl.program_id(0)
     number, block = tl.load(work), integer(work + 1)
     row = table_ptr + number * COLUMNS
@@ -96,37 +96,37 @@ class Table:
     captured: bool = False
 
 
-def track_together(moves: Sequence[Move], tables: dict[Any, Table]) -> None:
+def track_many(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> None:
     """Move the buffers of all these norms, none of which may be there twice; `tables` are kept from call to call."""
-    alike: dict[Any, list[Move]] = {}
-    for move in moves:
-        alike.setdefault((move.kind, move.momentum is None, move.observed is not None), []).append(move)
+    alike: dict[Any, list[TrackingRequest]] = {}
+    for request in requests:
+        alike.setdefault((request.kind, request.momentum is None, request.observed is not None), []).append(request)
     for each in alike.values():
         table = _table(each, tables) if len(each) > 1 else None
         if table is None:
-            for move in each:
-                track(move)
+            for request in each:
+                track(request)
             continue
-        rows = torch.cat([rows.reshape(-1) for move in each for rows in move.rows()])
+        rows = torch.cat([rows.reshape(-1) for request in each for rows in request.rows()])
         scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
         table.arrived.zero_()  # as it is already, unless two streams have moved one model's statistics at a time
-        ready(track_together_kernel, (table.work.shape[0],), rows.device, **table.options)(
+        ready(track_many_kernel, (table.work.shape[0],), rows.device, **table.options)(
             rows, table.table, table.work, scratch, table.arrived
         )
-        torch.autograd.graph.increment_version([buffer for move in each for buffer in move.buffers()])
+        torch.autograd.graph.increment_version([buffer for request in each for buffer in request.buffers()])
 
 
-def _table(moves: Sequence[Move], tables: dict[Any, Table]) -> Table | None:
+def _table(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> Table | None:
     """Written where it is not known; None where that cannot be."""
-    first = moves[0].posterior.mean
+    first = requests[0].posterior.mean
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = first.device, moves[0].kind, *(_numbers(move) for move in moves)
+    key = first.device, requests[0].kind, *(_numbers(request) for request in requests)
     table = tables.get(key)
     if table is None and capturing:
         return None
     if table is None:
         with torch.inference_mode(False):  # what is kept must serve a training step too
-            table = _written(moves, first.device)
+            table = _written(requests, first.device)
         unused = [other for other, old in list(tables.items()) if not old.captured]
         for other in unused[: max(len(unused) + 1 - KEPT, 0)]:
             tables.pop(other, None)
@@ -135,30 +135,30 @@ def _table(moves: Sequence[Move], tables: dict[Any, Table]) -> Table | None:
     return table
 
 
-def _numbers(move: Move) -> tuple[Any, ...]:
+def _numbers(request: TrackingRequest) -> tuple[Any, ...]:
     """All that a table says of a norm."""
-    rates = move.momentum, move.observation_momentum
-    sizes = move.examples, *move.posterior.mean.shape, move.size, move.values
-    return *rates, *sizes, *(buffer.data_ptr() for buffer in move.buffers())
+    rates = request.momentum, request.observation_momentum
+    sizes = request.examples, *request.posterior.mean.shape, request.size, request.values
+    return *rates, *sizes, *(buffer.data_ptr() for buffer in request.buffers())
 
 
-def _written(moves: Sequence[Move], device: torch.device) -> Table:
-    shapes = [move.posterior.mean.shape for move in moves]
+def _written(requests: Sequence[TrackingRequest], device: torch.device) -> Table:
+    shapes = [request.posterior.mean.shape for request in requests]
     most_groups, most_channels = max(G for G, _ in shapes), max(C for _, C in shapes)
     BG = min(power(most_groups), 64)
     BC = min(max(TILE // BG, 16), 256, power(most_channels))
     lines, work, begin, scratch = [], list[tuple[int, int]](), 0, 0
-    for number, (move, (G, C)) in enumerate(zip(moves, shapes, strict=True)):
+    for number, (request, (G, C)) in enumerate(zip(requests, shapes, strict=True)):
         blocks = -(-C // BC)
-        sizes = [move.examples, G, C, min(move.size, move.examples), move.values, blocks, begin, scratch]
-        averages = [*move.running, *(move.observed or move.running)]
-        lines.append([*sizes, *(buffer.data_ptr() for buffer in (*move.counts, *averages)), _rates(move)])
+        sizes = [request.examples, G, C, min(request.size, request.examples), request.values, blocks, begin, scratch]
+        averages = [*request.running, *(request.observed or request.running)]
+        lines.append([*sizes, *(buffer.data_ptr() for buffer in (*request.counts, *averages)), _rates(request)])
         work += [(number, block) for block in range(blocks)]
-        begin, scratch = begin + len(move.rows()) * G * C, scratch + len(move.rows()) * C
+        begin, scratch = begin + len(request.rows()) * G * C, scratch + len(request.rows()) * C
     parts = [
         torch.tensor(lines, dtype=torch.int64, device="cpu").flatten(),
         torch.tensor(work, dtype=torch.int64, device="cpu").flatten(),
-        torch.zeros(len(moves), dtype=torch.int64, device="cpu"),
+        torch.zeros(len(requests), dtype=torch.int64, device="cpu"),
     ]
     table, programs, arrived = torch.split(_uploaded(torch.cat(parts), device), [len(part) for part in parts])
     return Table(
@@ -171,17 +171,17 @@ def _written(moves: Sequence[Move], device: torch.device) -> Table:
             "BC": BC,
             "WIDE": min(power(most_channels), 1024),
             "ONE_TILE": most_groups <= BG,
-            "KIND": KINDS[moves[0].kind].value,
-            "CUMULATIVE": moves[0].momentum is None,
-            "OBSERVES": moves[0].observed is not None,
+            "KIND": KINDS[requests[0].kind].value,
+            "CUMULATIVE": requests[0].momentum is None,
+            "OBSERVES": requests[0].observed is not None,
             "num_warps": 4,
         },
     )
 
 
-def _rates(move: Move) -> int:
+def _rates(request: TrackingRequest) -> int:
     """As the bits of an integer, which lie in the table as they are."""
-    rates = 0.0 if move.momentum is None else move.momentum, move.observation_momentum
+    rates = 0.0 if request.momentum is None else request.momentum, request.observation_momentum
     return int(torch.tensor(rates, dtype=torch.float32, device="cpu").view(torch.int64))
 
 

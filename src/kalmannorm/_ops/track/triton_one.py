@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from kalmannorm._ops.grid import blocks_of, power
-from kalmannorm._ops.track.request import Move
+from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import in_turn, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
@@ -77,7 +77,7 @@ def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.c
 
 
 @triton.jit
-def moved(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
+def updated(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
     """Where the averages go: `statistics.moved`, and Batch Renorm's own."""
     step = new_mean - mean
     if KIND == SIGMA:
@@ -146,13 +146,13 @@ def track_block(
     total = tl.where(seen > 0, seen, batches * values) + values
     cumulative = (values * 1.0) / total.to(tl.float32)
     alpha = cumulative if CUMULATIVE else momentum
-    mean, var = moved(mean, var, new_mean, new_var, alpha, eps, KIND)
+    mean, var = updated(mean, var, new_mean, new_var, alpha, eps, KIND)
     bad = broken(mean, var, in_c)
     if OBSERVES:
         slow = cumulative
         if not CUMULATIVE:  # as `statistics.hastened`
             slow = tl.maximum(4.0 * cumulative / (1.0 + 3.0 * cumulative), observation_momentum)
-        observed_mean, observed_var = moved(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
+        observed_mean, observed_var = updated(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
         bad = tl.maximum(bad, broken(observed_mean, observed_var, in_c))
 
     tl.debug_barrier()
@@ -197,7 +197,7 @@ def track_kernel(
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    in_turn(PDL)
+    await_previous(PDL)
     track_block(
         tl.program_id(0), tl.num_programs(0),
         mean_ptr, var_ptr, seen_mean_ptr, seen_var_ptr,
@@ -208,26 +208,26 @@ def track_kernel(
     )  # fmt: skip
 
 
-def track(move: Move) -> None:
+def track(request: TrackingRequest) -> None:
     """Move the buffers of one norm, in one launch."""
     none = (None, None)
-    rows = [part.contiguous() for part in move.rows()]
-    averages = *move.running, *(move.observed or none)
+    rows = [part.contiguous() for part in request.rows()]
+    averages = *request.running, *(request.observed or none)
     G, C = rows[0].shape
     BG = min(power(G), 64)
     BC = power(C) if BG * power(C) <= 4096 else max(2048 // BG, 16)
     programs = blocks_of(C, BC)
     scratch = None if programs == 1 else torch.empty((4, C), device=rows[0].device, dtype=torch.float32)
-    cumulative = move.momentum is None
+    cumulative = request.momentum is None
     launch = ready(
         track_kernel, (programs,), rows[0].device,
         BG=BG, BC=BC, WIDE=min(power(C), 1024), ONE_TILE=G <= BG, ALONE=programs == 1,
-        KIND=KINDS[move.kind].value, CUMULATIVE=cumulative, OBSERVES=move.observed is not None,
+        KIND=KINDS[request.kind].value, CUMULATIVE=cumulative, OBSERVES=request.observed is not None,
         num_warps=8 if BG * BC > 2048 else 4,
     )  # fmt: skip
     launch(
-        *rows, *(() if move.observed else none), *averages, *move.counts, scratch, move.arrived,
-        move.examples, G, C, min(move.size, move.examples), move.values,
-        0.0 if cumulative else move.momentum, move.observation_momentum, move.eps,
+        *rows, *(() if request.observed else none), *averages, *request.counts, scratch, request.arrived,
+        request.examples, G, C, min(request.size, request.examples), request.values,
+        0.0 if cumulative else request.momentum, request.observation_momentum, request.eps,
     )  # fmt: skip
-    torch.autograd.graph.increment_version(move.buffers())
+    torch.autograd.graph.increment_version(request.buffers())

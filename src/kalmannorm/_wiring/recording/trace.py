@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from kalmannorm._support.rewritten import unfused
+from kalmannorm._support.fused_modules import unfused
 from kalmannorm._wiring.recording.recorder import Recorder
 from kalmannorm._wiring.recording.records import NormCall, Op, Ref, Trace, Value, function_name
 from kalmannorm._wiring.recording.untouched import untouched

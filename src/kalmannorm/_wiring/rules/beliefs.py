@@ -1,34 +1,71 @@
 """Transition `weights`: what is believed of every tensor, from parameters alone, by the rules of `kalmannorm.moments`.
 
-Reads a trace and adds steps to a program. Each tensor gets a step with K moments and the labels that say which of them
-each element has, or an `Unknown` with the reason.
+`Beliefs` reads a trace and adds steps to a program. Each tensor gets a step with K moments, and labels that say which
+of them each element has; or an `Unknown` with the reason. First come the rules, one method for each kind of operation,
+then the methods that the rules share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from kalmannorm import moments as algebra
-from kalmannorm._wiring.program import AffineBelief, Apply, Detach, NormBelief, Program, Standardized
-from kalmannorm._wiring.recording.trace import Op, Ref, Trace
+from kalmannorm._wiring.program import (
+    AffineBelief,
+    Apply,
+    Detach,
+    Mix,
+    NormBelief,
+    Program,
+    Softmax,
+    Standardized,
+    Static,
+    WeightedSum,
+    combined,
+    selected,
+)
+from kalmannorm._wiring.recording.trace import Op, Ref, Trace, Value
 from kalmannorm._wiring.rules import arguments, layout, names, relabel
-from kalmannorm._wiring.rules.products import Products
-from kalmannorm._wiring.rules.reader import State, Unknown
 from kalmannorm._wiring.rules.relabel import Labelled, NoBeliefError
-from kalmannorm._wiring.rules.unary import UNARY, activation_options, averaged, gated
-from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm._wiring.rules.statics import Statics
+from kalmannorm._wiring.rules.unary import (
+    UNARY,
+    activation_options,
+    averaged,
+    gated,
+    inverse_root,
+    reciprocal,
+    second_moment,
+)
+from kalmannorm._wiring.weak_modules import WeakModule
 
 
-class Beliefs(Products):
+@dataclass(frozen=True)
+class Unknown:
+    reason: str
+
+
+Belief = Labelled | Unknown
+Coefficient = float | Labelled  # a number, or one without variance for each element
+_MOST_TERMS = 64
+
+
+class Beliefs:
     """Interprets a trace; `prior(call)` then gives the step that predicts what a norm reads."""
 
     def __init__(self, trace: Trace, program: Program, identities: list[int], norm_steps: dict[int, int]) -> None:
-        super().__init__(trace, program)
+        self.trace, self.program = trace, program
+        self.statics = Statics(trace, program)
+        self.beliefs: dict[int, Belief] = {}
+        self.averages: dict[int, int] = {}  # values that sum to 1 along an axis, as softmax makes them
+        self.terms: dict[int, dict[int, Coefficient]] = {}  # values that are known to be weighted sums of others
         self.identities, self.norm_steps = identities, norm_steps
         for op in trace.ops:
             if op.norm is not None or any(trace.values[i].fed for i in op.inputs):
@@ -37,7 +74,7 @@ class Beliefs(Products):
     def prior(self, call: int) -> int | Unknown:
         """The step whose moments are the prior of this call, (1, C)."""
         value = self.trace.values[self.trace.norms[call].value]
-        state = self.state(value)
+        state = self.belief(value)
         return state if isinstance(state, Unknown) else self.by_channel(state, 1, value.shape)
 
     def _interpret(self, op: Op) -> None:
@@ -58,15 +95,15 @@ class Beliefs(Products):
                 state = Unknown(f"no rule for {op.name}{where}: shapes do not agree")
             if isinstance(state, Labelled) and value.cut:
                 state = replace(state, step=self.program.add(Detach((state.step,))))
-            self.states[index] = state
+            self.beliefs[index] = state
 
-    def _rule(self, op: Op) -> Callable[[Op], State | list[State]] | None:
+    def _rule(self, op: Op) -> Callable[[Op], Belief | list[Belief]] | None:
         name = op.name
         if op.norm is not None:
             return self._norm
         for table, rule in (
             (names.SAME, self._same),
-            (names.MOVES, self._move),
+            (names.REARRANGEMENTS, self._rearrange),
             (names.POOLS, self._pool),
             (names.MEANS, self._reduce),
             (names.CONVOLUTIONS, self._convolution),
@@ -89,16 +126,16 @@ class Beliefs(Products):
                 return rule
         return None
 
-    def _norm(self, op: Op) -> State:
+    def _norm(self, op: Op) -> Belief:
         assert op.norm is not None
         norm = self.trace.norms[op.norm].module
         shape = self.trace.values[op.outputs[0]].shape
         identity = self.identities[op.norm]
         if identity not in self.norm_steps:
-            self.norm_steps[identity] = self.program.add(NormBelief((), Weakly(norm), shape[1]))
+            self.norm_steps[identity] = self.program.add(NormBelief((), WeakModule(norm), shape[1]))
         return Labelled(self.norm_steps[identity], shape[1], layout.along(1, shape[1], len(shape)))
 
-    def _same(self, op: Op) -> State:
+    def _same(self, op: Op) -> Belief:
         argument = op.args[0] if op.args else op.kwargs.get("input")
         if isinstance(argument, Ref) and argument.index in self.averages:
             self.averages[op.outputs[0]] = self.averages[argument.index]
@@ -106,12 +143,12 @@ class Beliefs(Products):
             self.terms[op.outputs[0]] = self._terms(argument.index)
         return self._known(argument)
 
-    def _move(self, op: Op) -> State | list[State]:
+    def _rearrange(self, op: Op) -> Belief | list[Belief]:
         parts = relabel.operands(op)
         self._follow_average(op, parts[0])
-        return list(relabel.moved(self.program, self.trace, op, [self._known(ref) for ref in parts]))
+        return list(relabel.relabelled(self.program, self.trace, op, [self._known(ref) for ref in parts]))
 
-    def _pool(self, op: Op) -> State | list[State]:
+    def _pool(self, op: Op) -> Belief | list[Belief]:
         argument = op.args[0] if op.args else op.kwargs["input"]
         state, shape = self._known(argument), self._shape(argument)
         if any(size > 1 for size in state.labels.shape[2:]):
@@ -127,7 +164,7 @@ class Beliefs(Products):
             state = self._apply(averaged, state, positions=math.prod(sizes))
         return [state, *[Unknown("indices")] * (len(op.outputs) - 1)]
 
-    def _convolution(self, op: Op) -> State:
+    def _convolution(self, op: Op) -> Belief:
         transposed = op.name in names.TRANSPOSED
         given = arguments.named(op, arguments.TRANSPOSED if transposed else arguments.CONVOLUTION)
         state, shape = self._known(given["input"]), self._shape(given["input"])
@@ -141,7 +178,7 @@ class Beliefs(Products):
         step = self.program.add(Apply(tuple(inputs), algebra.convolution, options))  # type: ignore[arg-type]
         return self._channels_of(op, step, 1)
 
-    def _linear(self, op: Op) -> State:
+    def _linear(self, op: Op) -> Belief:
         given = arguments.named(op, arguments.LINEAR)
         state = self._known(given["input"])
         weight, bias = self._static(given["weight"]), self._static(given["bias"])
@@ -149,7 +186,7 @@ class Beliefs(Products):
         step = self.program.add(Apply(tuple(inputs), algebra.linear))  # type: ignore[arg-type]
         return self._channels_of(op, step, -1)
 
-    def _other_norm(self, op: Op) -> State:
+    def _other_norm(self, op: Op) -> Belief:
         layered = op.name in ("layer_norm", "rms_norm")
         grouped = op.name == "group_norm"
         signature = arguments.RMS_NORM if op.name == "rms_norm" else arguments.LAYER_NORM
@@ -163,7 +200,7 @@ class Beliefs(Products):
         tail = shape[len(shape) - axes :] if layered else shape[1:2]
         size = torch.Size(tail).numel()
         step = self.program.add(AffineBelief(steps, tuple(parts), size))
-        state = self.state(self.trace.values[given["input"].index])
+        state = self.belief(self.trace.values[given["input"].index])
         if isinstance(state, Labelled) and axes == 1 and (layered or grouped):
             # Norms across channels leave each its own mean and variance, of which something is known here.
             groups = 1 if layered else given["num_groups"]
@@ -173,7 +210,7 @@ class Beliefs(Products):
             return Labelled(step, size, layout.along(1, size, len(shape)))
         return Labelled(step, size, torch.arange(size).reshape((1,) * (len(shape) - axes) + tuple(tail)))
 
-    def _sum(self, op: Op) -> State:
+    def _sum(self, op: Op) -> Belief:
         given = arguments.named(op, arguments.TWO)
         a, b = given["input"], given["other"]
         if op.name == "rsub":
@@ -192,7 +229,7 @@ class Beliefs(Products):
             second = self._apply(algebra.scale, second, factor=alpha)
         return self._both(algebra.add if sign == 1 else algebra.subtract, first, second)
 
-    def _product(self, op: Op) -> State:
+    def _product(self, op: Op) -> Belief:
         given = arguments.named(op, arguments.TWO)
         a, b = given["input"], given["other"]
         for one, other in ((a, b), (b, a)):
@@ -213,7 +250,7 @@ class Beliefs(Products):
                     return self._apply(algebra_gate, x, name=name)
         return self._both(algebra.product, first, second)
 
-    def _unary(self, op: Op) -> State:
+    def _unary(self, op: Op) -> Belief:
         state = self._known(op.args[0] if op.args else op.kwargs["input"])
         if op.name == "prelu":
             given = arguments.named(op, {"input": None, "weight": None})
@@ -227,7 +264,7 @@ class Beliefs(Products):
             raise NoBeliefError(f"no rule for {op.name} with these options")
         return self._apply(UNARY[op.name], state, **options)
 
-    def _pad(self, op: Op) -> State:
+    def _pad(self, op: Op) -> Belief:
         given = arguments.named(op, arguments.PAD)
         state, shape = self._known(given["input"]), self._shape(given["input"])
         pad = list(given["pad"])
@@ -240,15 +277,267 @@ class Beliefs(Products):
         labels = F.pad(state.labels.expand(shape), pad, value=state.size)
         return self._with_constant(state, value, labels)
 
-    def _unfold(self, op: Op) -> State | list[State]:
+    def _unfold(self, op: Op) -> Belief | list[Belief]:
         if op.func is not F.unfold:
-            return self._move(op)
+            return self._rearrange(op)
         given = op.args[0] if op.args else op.kwargs["input"]
         state, shape = self._known(given), self._shape(given)
         # F.unfold pads with zeros and takes no integers.
         labels = (state.labels + 1).double().expand(shape)
         unfolded = relabel.on_labels(self.trace, op, labels).round().long() - 1
         return self._with_constant(state, 0.0, torch.where(unfolded < 0, state.size, unfolded))
+
+    def _reduce(self, op: Op) -> Belief | list[Belief]:
+        given = arguments.named(op, arguments.REDUCTION)
+        state, shape = self._known(given["input"]), self._shape(given["input"])
+        if isinstance(given["dim"], Ref):
+            raise NoBeliefError(f"no rule for {op.name} of two features")
+        dims = given["dim"]
+        axes = list(range(len(shape))) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+        axes = [axis % len(shape) for axis in axes]
+        if op.name not in ("mean", "sum") and any(state.labels.shape[axis] > 1 for axis in axes):
+            raise NoBeliefError(f"no rule for {op.name} over channels")
+        result = self._summed(state, axes, shape, mean=op.name != "sum")
+        if not given["keepdim"]:
+            result = replace(result, labels=result.labels.squeeze(tuple(axes)))
+        return [result, *[Unknown("indices")] * (len(op.outputs) - 1)]
+
+    def _quotient(self, op: Op) -> Belief:
+        given = arguments.named(op, arguments.TWO)
+        a, b = given["input"], given["other"]
+        if self._random(b):
+            return self._known(a)
+        if not isinstance(b, Ref):
+            return self._apply(algebra.scale, self._known(a), factor=1 / b)
+        if self.trace.values[b.index].fed:
+            return self._both(algebra.product, self._known(a), self._apply(reciprocal, self._known(b)))
+        inverse = self.statics.reciprocal(self.trace.values[b.index])
+        if inverse is None:
+            raise NoBeliefError("a constant that cannot be made again")
+        shape = self._shape(b)
+        size = torch.Size(shape).numel()
+        divisor = Labelled(self.program.add(Static((inverse,))), size, torch.arange(size).reshape(shape))
+        return self._both(algebra.product, self._known(a), divisor)
+
+    def _normalize(self, op: Op) -> Belief:
+        """x / |x|: the length of many values hardly varies, so it is taken as fixed."""
+        given = arguments.named(op, arguments.NORMALIZE)
+        state, shape = self._known(given["input"]), self._shape(given["input"])
+        if given["p"] != 2 or not isinstance(given["dim"], int):
+            raise NoBeliefError("no rule for normalize with these options")
+        length = self._summed(self._apply(second_moment, state), [given["dim"] % len(shape)], shape)
+        return self._both(algebra.product, state, self._apply(inverse_root, length))
+
+    def _softmax(self, op: Op) -> Belief:
+        given = arguments.named(op, arguments.SOFTMAX)
+        shape = self._shape(given["input"])
+        axis = given["dim"] % len(shape)
+        self.averages[op.outputs[0]] = axis
+        state = self._known(given["input"])
+        return replace(state, step=self.program.add(Softmax((state.step,), shape[axis])))
+
+    def _follow_average(self, op: Op, argument: Ref) -> None:
+        """Where the axis of a softmax goes when two axes are swapped; other moves lose it."""
+        axis, rank = self.averages.get(argument.index), len(self._shape(argument))
+        if axis is not None and op.name in ("transpose", "swapaxes", "swapdims") and len(op.args) == 3:
+            one, other = (int(a) % rank for a in op.args[1:])
+            self.averages[op.outputs[0]] = {one: other, other: one}.get(axis, axis)
+
+    def _matmul(self, op: Op) -> Belief:
+        a: Ref = op.args[0]
+        b: Ref = op.args[1] if len(op.args) > 1 else op.kwargs["other" if "other" in op.kwargs else "mat2"]
+        value, ranks = self.trace.values[b.index], (len(self._shape(a)), len(self._shape(b)))
+        if not value.fed and ranks[1] == 2:
+            weight = self.statics.transposed(value)
+            if weight is not None:
+                inputs = (self.by_channel(self._known(a), -1, self._shape(a)), weight)
+                return self._channels_of(op, self.program.add(Apply(inputs, algebra.linear)), -1)
+        if min(ranks) < 2:
+            raise NoBeliefError("no rule for the product of a matrix and a vector of features")
+        batch = "".join(chr(ord("A") + i) for i in range(max(ranks) - 2))
+        of_a, of_b = (batch[len(batch) + 2 - rank :] for rank in ranks)
+        return self._contract(a, b, of_a + "ik", of_b + "kj", batch + "ij")
+
+    def _einsum(self, op: Op) -> Belief:
+        given = op.args[1:] if len(op.args) != 2 or isinstance(op.args[1], Ref) else tuple(op.args[1])
+        letters, arrow, out = str(op.args[0]).replace(" ", "").partition("->")
+        names = letters.split(",")
+        repeated = any(len(set(name)) < len(name) for name in (*names, out))
+        if len(given) != 2 or not arrow or "." in letters or repeated:
+            raise NoBeliefError(f"no rule for einsum {op.args[0]!r}")
+        return self._contract(given[0], given[1], names[0], names[1], out)
+
+    def _contract(self, a: Ref, b: Ref, of_a: str, of_b: str, out: str) -> Belief:
+        """An einsum of two. Where one of them holds weights that sum to 1 over what is summed, it is an average."""
+        summed = "".join(dict.fromkeys(name for name in of_a + of_b if name not in out))
+        sizes = dict(zip(of_a, self._shape(a), strict=True)) | dict(zip(of_b, self._shape(b), strict=True))
+        shape = tuple(sizes[name] for name in out + summed)
+        axes = list(range(len(out), len(shape)))
+        for weights, own, other, letters in ((a, of_a, b, of_b), (b, of_b, a, of_a)):
+            axis = self.averages.get(weights.index)
+            if axis is not None and summed == own[axis]:
+                return self._without(
+                    self._summed(self._spread(other, letters, out + summed), axes, shape, mean=True), axes
+                )
+        both = self._both(algebra.product, self._spread(a, of_a, out + summed), self._spread(b, of_b, out + summed))
+        return self._without(self._summed(both, axes, shape), axes)
+
+    def _spread(self, argument: Ref, names: str, order: str) -> Labelled:
+        """With an axis for every name of `order`."""
+        state = self._known(argument)
+        labels = state.labels.permute([names.index(name) for name in order if name in names])
+        for axis, name in enumerate(order):
+            if name not in names:
+                labels = labels.unsqueeze(axis)
+        return replace(state, labels=labels)
+
+    def _without(self, state: Labelled, axes: list[int]) -> Labelled:
+        return replace(state, labels=state.labels.squeeze(tuple(axes)))
+
+    def _attention(self, op: Op) -> Belief:
+        given = arguments.named(op, arguments.ATTENTION)
+        value = given["value"]
+        rank = len(self._shape(value))
+        return self._summed(self._known(value), [rank - 2], self._shape(value), mean=True)
+
+    def belief(self, value: Value) -> Belief:
+        if value.index in self.beliefs:
+            return self.beliefs[value.index]
+        if value.reason is not None:
+            return Unknown(value.reason)
+        if value.fed:
+            return Unknown("fed by the model's input")
+        if value.random:
+            return Unknown("random numbers")
+        step = self.statics.step(value)
+        numel = torch.Size(value.shape).numel()
+        if step is None:
+            return Unknown("a constant that cannot be made again")
+        if numel > layout.LARGEST or not value.dtype.is_floating_point:
+            return Unknown(f"a constant of {numel} values of {value.dtype}")
+        labels = torch.arange(numel).reshape(value.shape)
+        self.beliefs[value.index] = Labelled(self.program.add(Static((step,))), numel, labels)
+        return self.beliefs[value.index]
+
+    def by_channel(self, state: Labelled, axis: int, shape: tuple[int, ...]) -> int:
+        """The step that has one entry per channel along `axis`."""
+        entries, share = layout.channels(state.labels, axis, shape)
+        if share is None:
+            return selected(self.program, state.step, entries, state.size)
+        return self.program.add(
+            Mix((state.step, self.program.constant(entries), self.program.constant(share.to(torch.float32))))
+        )
+
+    def _known(self, argument: Any) -> Labelled:
+        if not isinstance(argument, Ref):
+            raise NoBeliefError("an argument that is no tensor")
+        state = self.belief(self.trace.values[argument.index])
+        if isinstance(state, Unknown):
+            raise NoBeliefError(state.reason, told=True)
+        return state
+
+    def _shape(self, argument: Ref) -> tuple[int, ...]:
+        return self.trace.values[argument.index].shape
+
+    def _static(self, argument: Any) -> int | None:
+        """The step of a tensor that no data has entered; None for None."""
+        if argument is None:
+            return None
+        value = self.trace.values[argument.index]
+        step = None if value.fed or value.random else self.statics.step(value)
+        if step is None:
+            raise NoBeliefError("a weight that depends on the data")
+        return step
+
+    def _channels_of(self, op: Op, step: int, axis: int) -> Labelled:
+        shape = self.trace.values[op.outputs[0]].shape
+        axis %= len(shape)
+        return Labelled(step, shape[axis], layout.along(axis, shape[axis], len(shape)))
+
+    def _apply(self, function: Callable[..., Any], state: Labelled, **options: Any) -> Labelled:
+        return replace(state, step=self.program.add(Apply((state.step,), function, options)))
+
+    def _both(self, function: Callable[..., Any], a: Labelled, b: Labelled) -> Labelled:
+        if a.labels.shape == b.labels.shape and torch.equal(a.labels, b.labels) and a.size == b.size:
+            return Labelled(combined(self.program, function, [a.step, b.step]), a.size, a.labels)
+        labels, of_a, of_b = layout.pair(a.labels, b.labels, b.size)
+        if of_a.numel() > layout.LARGEST:
+            raise NoBeliefError("a belief of too many entries")
+        steps = [selected(self.program, a.step, of_a, a.size), selected(self.program, b.step, of_b, b.size)]
+        return Labelled(combined(self.program, function, steps), of_a.numel(), labels)
+
+    def _random(self, argument: Any) -> bool:
+        return isinstance(argument, Ref) and self.trace.values[argument.index].random
+
+    def _with_constant(self, state: Labelled, value: float, labels: Tensor) -> Labelled:
+        """Labels may now hold the entry after the last: a number that is always the same."""
+        constant = self.program.add(Static((self.program.constant(torch.tensor([value])),)))
+        step = combined(self.program, algebra.concatenate, [state.step, constant])
+        return Labelled(step, state.size + 1, layout.reduce(labels))
+
+    def _terms(self, index: int) -> dict[int, Coefficient]:
+        return self.terms.get(index, {index: 1.0})
+
+    def _times(self, a: Coefficient, b: Coefficient) -> Coefficient:
+        if isinstance(a, Labelled) and isinstance(b, Labelled):
+            return self._both(algebra.product, a, b)
+        if isinstance(a, Labelled) or isinstance(b, Labelled):
+            state, factor = (a, b) if isinstance(a, Labelled) else (b, a)
+            assert isinstance(state, Labelled)
+            return state if factor == 1 else self._apply(algebra.scale, state, factor=factor)
+        return a * b
+
+    def _plus(self, a: Coefficient, b: Coefficient) -> Coefficient:
+        if isinstance(a, Labelled) and isinstance(b, Labelled):
+            return self._both(algebra.add, a, b)
+        if isinstance(a, Labelled) or isinstance(b, Labelled):
+            state, offset = (a, b) if isinstance(a, Labelled) else (b, a)
+            assert isinstance(state, Labelled)
+            return self._apply(algebra.shift, state, offset=offset)
+        return a + b
+
+    def _weighted(self, out: int, of: int, factor: Coefficient) -> None:
+        """Remember that a value is another one times a factor."""
+        self.terms[out] = {base: self._times(own, factor) for base, own in self._terms(of).items()}
+
+    def _added(self, out: int, a: int, b: int, factor: float) -> Labelled | None:
+        """Remember that a value is a + factor b. Where the two have a term in common, as in x + α (f - x), the belief
+        that comes of adding up its coefficients; else None."""
+        first, second = self._terms(a), self._terms(b)
+        if len(first) + len(second) > _MOST_TERMS:
+            return None
+        terms, shared = dict(first), False
+        for base, own in second.items():
+            weighted = self._times(own, factor)
+            shared = shared or base in first
+            terms[base] = self._plus(first[base], weighted) if base in first else weighted
+        self.terms[out] = terms
+        states = {base: self.beliefs.get(base) for base in terms}
+        if not shared or any(not isinstance(state, Labelled) for state in states.values()):
+            return None
+        total: Labelled | None = None
+        for base, factor_of in terms.items():
+            state = self._times(states[base], factor_of)  # type: ignore[arg-type]
+            assert isinstance(state, Labelled)
+            total = state if total is None else self._both(algebra.add, total, state)
+        return total
+
+    def _summed(self, state: Labelled, axes: list[int], shape: tuple[int, ...], *, mean: bool = False) -> Labelled:
+        """The sum or mean over axes, which stay with size 1.
+
+        Different entries are taken as independent; positions of one entry are neither that nor alike: see `averaged`.
+        """
+        labels, rows, repeats = layout.gathered(state.labels, axes, shape)
+        total = torch.Size([shape[axis] for axis in axes]).numel()
+        entries, counts = layout.counted(rows)
+        positions = counts * repeats
+        weights = positions / total if mean else positions
+        if entries.shape[1] == 1 and bool((positions == 1).all() and (weights == 1).all()):
+            return Labelled(selected(self.program, state.step, entries, state.size), entries.shape[0], labels)
+        spread = weights.square() / positions.clamp(min=1).sqrt()
+        parts = (entries, weights.to(torch.float32), spread.to(torch.float32))
+        step = self.program.add(WeightedSum((state.step, *(self.program.constant(part) for part in parts))))
+        return Labelled(step, entries.shape[0], labels)
 
 
 def algebra_gate(m: algebra.Moments, name: str) -> algebra.Moments:

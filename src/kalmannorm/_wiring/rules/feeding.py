@@ -65,8 +65,8 @@ class Feeding:
     def _through(self, op: Op) -> list[Fed]:
         count = len(op.outputs)
         given = [self._of(i) for i in op.inputs]
-        if op.name in names.MOVES:
-            found = self._moved(op)
+        if op.name in names.REARRANGEMENTS:
+            found = self._relabelled(op)
             if found is not None:
                 return found
         elif all(fed.labels is None for fed in given):
@@ -87,13 +87,13 @@ class Feeding:
         labels = torch.zeros((1,) * rank, dtype=torch.long) if fed.labels is None else fed.labels
         return Labelled(0, len(fed.masks), labels)
 
-    def _moved(self, op: Op) -> list[Fed] | None:
+    def _relabelled(self, op: Op) -> list[Fed] | None:
         parts = [ref.index for ref in relabel.operands(op) if isinstance(ref, Ref)]
         given = [self._of(i) for i in parts]
         if len({fed.masks for fed in given}) == 1 and all(fed.labels is None for fed in given):
             return [given[0]] * len(op.outputs)
         try:
-            found = relabel.moved(Program(), self.trace, op, [self._labelled(i) for i in parts])
+            found = relabel.relabelled(Program(), self.trace, op, [self._labelled(i) for i in parts])
         except NoBeliefError:
             return None
         masks = tuple(mask for fed in given for mask in fed.masks)

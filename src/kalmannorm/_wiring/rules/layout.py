@@ -71,9 +71,9 @@ def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple
     for axis in axes:
         if axis not in varying:
             repeats *= shape[axis]
-    moved = labels.permute(*still, *varying)
-    kept = moved.shape[: len(still)]
-    rows = moved.reshape(*kept, -1).reshape(-1, max(1, moved[(0,) * len(still)].numel()))
+    relabelled = labels.permute(*still, *varying)
+    kept = relabelled.shape[: len(still)]
+    rows = relabelled.reshape(*kept, -1).reshape(-1, max(1, relabelled[(0,) * len(still)].numel()))
     unique, inverse = torch.unique(rows, dim=0, return_inverse=True)
     new_shape = [1 if axis in varying else labels.shape[axis] for axis in range(labels.dim())]
     return inverse.reshape(new_shape), unique, repeats

@@ -9,7 +9,7 @@ SAME = {
 }  # fmt: skip
 """Leave every element what and where it is, in expectation."""
 
-MOVES = {
+REARRANGEMENTS = {
     "view", "reshape", "flatten", "unflatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis",
     "squeeze", "unsqueeze", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "select",
     "getitem", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "roll", "flip", "rot90", "pixel_shuffle",

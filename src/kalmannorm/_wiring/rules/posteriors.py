@@ -39,12 +39,12 @@ class Posteriors:
 
     def __init__(self, trace: Trace, program: Program, identities: list[int], norm_steps: dict[int, int]) -> None:
         self.trace, self.program, self.identities, self.norm_steps = trace, program, identities, norm_steps
-        self.states: dict[int, Arrival] = {}
+        self.arrivals: dict[int, Arrival] = {}
         for op in trace.ops:
-            if op.norm is not None or any(i in self.states for i in op.inputs):
+            if op.norm is not None or any(i in self.arrivals for i in op.inputs):
                 for index, state in zip(op.outputs, self._states(op), strict=True):
                     if state is not None:
-                        self.states[index] = self._cut(state) if trace.values[index].cut else state
+                        self.arrivals[index] = self._cut(state) if trace.values[index].cut else state
 
     def _cut(self, state: Arrival) -> Arrival:
         step = self.program.add(Detach((state.step,)))
@@ -52,7 +52,7 @@ class Posteriors:
 
     def prior(self, call: int) -> tuple[int, int] | None:
         value = self.trace.values[self.trace.norms[call].value]
-        state = self.states.get(value.index)
+        state = self.arrivals.get(value.index)
         if state is None:
             return None
         state = self._entering(state, 1, value.shape)
@@ -85,7 +85,7 @@ class Posteriors:
             states = []
         if len(states) == len(op.outputs):
             return states
-        given = [self.states[i] for i in dict.fromkeys(op.inputs) if i in self.states]
+        given = [self.arrivals[i] for i in dict.fromkeys(op.inputs) if i in self.arrivals]
         floating = [self.trace.values[i].dtype.is_floating_point for i in op.outputs]
         return [self._bag(given) if given and kept else None for kept in floating]
 
@@ -97,13 +97,13 @@ class Posteriors:
             if identity not in self.norm_steps:
                 self.norm_steps[identity] = self.program.add(Posterior((), identity))
             return [Arrival(self.norm_steps[identity], shape[1], layout.along(1, shape[1], len(shape)))]
-        given = [i for i in dict.fromkeys(op.inputs) if i in self.states]
-        states = [self.states[i] for i in given]
+        given = [i for i in dict.fromkeys(op.inputs) if i in self.arrivals]
+        states = [self.arrivals[i] for i in given]
         if not self.trace.values[op.outputs[0]].dtype.is_floating_point:
             return [None] * count
-        if op.name in names.MOVES:
-            moved = self._move(op)
-            return moved if moved is not None else [self._bag(states)] * count
+        if op.name in names.REARRANGEMENTS:
+            relabelled = self._rearrange(op)
+            return relabelled if relabelled is not None else [self._bag(states)] * count
         if len(states) == 1:
             return [self._one(op, given[0], states[0])] * count
         if op.name in names.SUMS:
@@ -158,10 +158,10 @@ class Posteriors:
         assert first.labels is not None
         return Arrival(combined(self.program, algebra.add, [s.step for s in states]), first.size, first.labels)
 
-    def _move(self, op: Op) -> list[Arrival | None] | None:
+    def _rearrange(self, op: Op) -> list[Arrival | None] | None:
         """Views, slices and concatenations of what still belongs to channels; None where that is lost."""
         try:
-            given = [self.states.get(ref.index) for ref in relabel.operands(op)]
+            given = [self.arrivals.get(ref.index) for ref in relabel.operands(op)]
             labelled = [
                 Labelled(arrival.step, arrival.size, arrival.labels)
                 for arrival in given
@@ -169,7 +169,7 @@ class Posteriors:
             ]
             if len(labelled) < len(given):
                 return None
-            parts = relabel.moved(self.program, self.trace, op, labelled)
+            parts = relabel.relabelled(self.program, self.trace, op, labelled)
         except NoBeliefError:
             return None
         return [Arrival(part.step, part.size, part.labels) for part in parts]

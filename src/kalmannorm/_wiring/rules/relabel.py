@@ -49,17 +49,17 @@ def operands(op: Op) -> list[Ref]:
     return parts
 
 
-def moved(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
+def relabelled(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
     """What each output holds, from what the operands hold."""
     try:
-        return _moved(program, trace, op, given)
+        return _relabelled(program, trace, op, given)
     except NoBeliefError:
         raise
     except Exception as error:
         raise NoBeliefError(f"{op.name} cannot be followed: {type(error).__name__}: {error}") from error
 
 
-def _moved(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
+def _relabelled(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
     shapes = [trace.values[ref.index].shape for ref in operands(op)]
     listed = isinstance(_first(op), (list, tuple))
     if op.name in ("view_as", "reshape_as", "expand_as"):

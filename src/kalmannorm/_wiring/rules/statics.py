@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmannorm._wiring.program import Parameter, Program, Replay
 from kalmannorm._wiring.recording.records import Op, Ref, Trace, Value, attribute_name
-from kalmannorm._wiring.weak_modules import Weakly
+from kalmannorm._wiring.weak_modules import WeakModule
 
 
 def get_attribute(tensor: Tensor, name: str) -> Any:
@@ -57,7 +57,7 @@ class Statics:
     def _make(self, value: Value) -> int | None:
         if value.owner is not None:
             owner, name = value.owner
-            return self.program.add(Parameter((), Weakly(owner), name))
+            return self.program.add(Parameter((), WeakModule(owner), name))
         if value.constant is not None:
             return self.program.constant(value.constant)
         if value.op is None or value.random or value.fed:

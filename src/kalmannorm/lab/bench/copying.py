@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kalmannorm._ops.dispatch import fused
+from kalmannorm._ops.dispatch import triton_for
 from kalmannorm.lab.bench.timing import timed
 
 BYTES = {"cuda": 2**30, "cpu": 2**27}
@@ -24,7 +24,7 @@ def copy_speed(device: torch.device) -> float:
     source = torch.ones(BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     ways: list[Callable[[], object]] = [lambda: target.copy_(source)]
-    if device.type == "cuda" and fused(device.index or 0) is not None:
+    if device.type == "cuda" and triton_for(device.index or 0) is not None:
         from kalmannorm.lab.bench.triton_copy import copy
 
         ways.append(lambda: copy(source, target))

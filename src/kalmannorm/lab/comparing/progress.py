@@ -13,14 +13,14 @@ from kalmannorm.lab.comparing.summary import Row, rows
 from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.recipes.recipe import Recipe
 
-State = Literal["waiting", "running", "finished", "diverged", "failed", "interrupted"]
+CellState = Literal["waiting", "running", "finished", "diverged", "failed", "interrupted"]
 
 
 @dataclass
 class CellProgress:
     name: str
     recipe: Recipe
-    state: State = "waiting"
+    state: CellState = "waiting"
     fraction: float = 0.0
     epoch: float = 0.0
     loss: float | None = None

@@ -11,7 +11,7 @@ import torch
 from kalmannorm.lab.data.files import DamagedDataError, MissingDataError, Say
 from kalmannorm.lab.data.protocol import Data
 
-State = Literal["ready", "missing", "damaged"]
+DataState = Literal["ready", "missing", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source(Protocol):
     def load(self, root: Path, options: Options) -> Data: ...
 
 
-def state(source: Source, root: Path, *, thorough: bool = False) -> tuple[State, str]:
+def state(source: Source, root: Path, *, thorough: bool = False) -> tuple[DataState, str]:
     """How a data set is, and the line that says what to do about it."""
     try:
         source.check(root) if thorough else source.look(root)

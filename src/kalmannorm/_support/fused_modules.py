@@ -53,7 +53,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Program:
+class FusedForward:
     """A forward in both modes, for calls like that of the example."""
 
     arguments: tuple[Argument, ...]
@@ -69,11 +69,11 @@ class Program:
     def _codes(self) -> tuple[Code, Code]:
         return self.training, self.evaluation
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _program, (self.arguments, *((code.source, _by_name(code.names)) for code in self._codes()))
+        return _fused_forward, (self.arguments, *((code.source, _by_name(code.names)) for code in self._codes()))
 
     def forward(self, own: Any) -> types.FunctionType:
         """The forward of a fused module; `own` is the one that it takes in all other cases."""
@@ -114,25 +114,25 @@ class _Module:
     name: str
 
 
-def _program(arguments: tuple[Argument, ...], *codes: tuple[str, dict[str, Any]]) -> Program:
+def _fused_forward(arguments: tuple[Argument, ...], *codes: tuple[str, dict[str, Any]]) -> FusedForward:
     made = []
     for source, names in codes:
         found = {n: importlib.import_module(o.name) if isinstance(o, _Module) else o for n, o in names.items()}
         made.append(Code(source, found))
-    return Program(arguments, *made)
+    return FusedForward(arguments, *made)
 
 
 class Fused:
     """Mixed into the class of a fused module."""
 
     _fused_from: type[nn.Module]
-    _program: Program
+    _fused_forward: FusedForward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         function, args, *state = reduced
         if function is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
-            return _blank, (self._fused_from, self._program), *state
+            return _blank, (self._fused_from, self._fused_forward), *state
         return function, args, *state
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -186,7 +186,7 @@ def _metaclass(kind: type) -> type:
 _CLASSES: WeakValueDictionary[tuple[Any, ...], type] = WeakValueDictionary()
 
 
-def _class(base: type[nn.Module], program: Program) -> Any:
+def _class(base: type[nn.Module], program: FusedForward) -> Any:
     """Of modules of one class with one program there is one class: what is compiled for one serves all."""
     key = (base, program.key)
     made: Any = _CLASSES.get(key)
@@ -199,7 +199,7 @@ def _class(base: type[nn.Module], program: Program) -> Any:
     return made
 
 
-def _blank(base: type[nn.Module], program: Program) -> Any:
+def _blank(base: type[nn.Module], program: FusedForward) -> Any:
     return object.__new__(_class(base, program))
 
 
@@ -207,7 +207,7 @@ def is_fused(module: nn.Module) -> bool:
     return isinstance(module, Fused) and "_program" in vars(type(module))
 
 
-def fuse_module(module: nn.Module, program: Program) -> None:
+def fuse_module(module: nn.Module, program: FusedForward) -> None:
     module.__class__ = _class(type(module), program)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from kalmannorm._support.activation_checkpoints import segments
-from kalmannorm._support.rewritten import Argument
+from kalmannorm._support.fused_modules import Argument
 from kalmannorm._wiring.recording.untouched import untouched
 
 IN_PLACE = tuple(name for name in dir(operator) if name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__"))
@@ -118,7 +118,9 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, bool(segments())
 
 
-def trace(module: nn.Module, arguments: tuple[Argument, ...], inlined: Collection[str], *, training: bool) -> fx.Graph:
+def symbolic_graph(
+    module: nn.Module, arguments: tuple[Argument, ...], inlined: Collection[str], *, training: bool
+) -> fx.Graph:
     """The graph of a module's own forward in one mode; the module is left as it was."""
     if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)) or "forward" in vars(module):
         raise NotTraceableError("its forward is not that of its class")
