@@ -7,10 +7,9 @@
 
 An area is a module of tests/support/attacks with `run(count, seed, folder)`, which returns counts by name, and
 MUST_BE_ZERO, the names of those that must be zero. The test suite makes a few attacks of each area. This command makes
-many, each
-area in a process of its own, so that a crash or a hang of one does not stop the others. A run replaces the lines of its
-areas in benchmarks/records/attack.jsonl and keeps those of the others. The exit status is 1 if a count that must be
-zero is not, or if an area did not finish.
+many, each area in a process of its own, so that a crash or a hang of one does not stop the others. A run replaces the
+lines of its areas in benchmarks/records/attack.jsonl and keeps those of the others. The exit status is 1 if a count
+that must be zero is not, or if an area did not finish.
 """
 
 from __future__ import annotations

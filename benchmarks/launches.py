@@ -1,4 +1,4 @@
-"""The sweep that `kernels/triton_launch.py` was tuned by: launches of the op, timed on a GPU.
+"""The sweep that `_ops/normalize/tiling.py` was tuned by: launches of the op, timed on a GPU.
 
     python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
     python benchmarks/launches.py --jobs 14 --both -o both.csv # for large tensors, forward and backward in turn

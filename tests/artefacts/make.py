@@ -5,8 +5,9 @@
     FORMAT/nets.pt        state dicts of one net with each kind of norm, the input, and the outputs in each inference
     FORMAT/model.pt       such a net, pickled whole by torch.save(model)
 
-The code of today must read them and come to the same numbers: `tests/test_formats.py`. Never make those of an older
-format again: they are what users have on disk. Make new ones, in a folder of their own, before the format changes.
+The code of today must read them and come to the same numbers: `tests/lab/files/test_formats.py`. Never make those of
+an older format again: they are what users have on disk. Make new ones, in a folder of their own, before the format
+changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Some thousand of the random cases of `attacks/numbers.py`, always the same ones."""
+"""Some thousand of the random cases of `support/attacks/numbers.py`, always the same ones."""
 
 from __future__ import annotations
 

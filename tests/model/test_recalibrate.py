@@ -1,7 +1,7 @@
 """Population statistics from data: what `recalibrate` estimates, from which batches, and `finish_on_population`.
 
 What users ask for: eval() as good as train() (research #3), frozen statistics that survive `.train()` (#5), control
-over when statistics move (#6), precise statistics over unequal batches (#12; over ranks: test_population_ranks.py).
+over when statistics move (#6), precise statistics over unequal batches (#12; over ranks: test_recalibrate_ranks.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A launch that was made ready reaches the kernel that Triton built, with what the kernel's parameters stand for.
 
-Triton's compiler is stood in for; `tests/test_gpu.py` launches real kernels so.
+Triton's compiler is stood in for; `tests/gpu/test_gpu.py` launches real kernels so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`convert`: a model's batch norms become Kalman norms, or a baseline's, and the model stays what it is.
 
-How a norm changes is in `become.py`, what feeds it in `graph/`.
+How a norm changes is in `class_swap.py`, what feeds it in `_wiring/`.
 """
 
 from __future__ import annotations

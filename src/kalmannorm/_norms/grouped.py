@@ -1,7 +1,7 @@
 """GroupedNorm: what every norm with per-group statistics shares.
 
 A forward in training, alone or joined with other ranks, three ways of inference, and freezing. What its forwards do to
-the running statistics is in `tracking.py`; subclasses say how a group is normalized.
+the running statistics is in `tracked.py`; subclasses say how a group is normalized.
 """
 
 from __future__ import annotations

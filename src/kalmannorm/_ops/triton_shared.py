@@ -41,7 +41,7 @@ def update(mean, var, prior_mean, prior_var, q):
 
 @triton.jit
 def mix(mean, var, prior_mean, prior_var, q, p):
-    """As `filter.mix`."""
+    """As `_filter.mix`."""
     d = mean - prior_mean
     return p * prior_mean + q * mean, p * prior_var + q * var + p * q * d * d
 
@@ -50,7 +50,7 @@ def mix(mean, var, prior_mean, prior_var, q, p):
 def update_backward(grad_mean, grad_var, mean, var, prior_mean, prior_var, q):
     """Gradients at the observation, at the prior and at the gain, from those at the posterior.
 
-    Each from its own formula and in the order of `filter.update_backward`.
+    Each from its own formula and in the order of `_filter.update_backward`.
     """
     p = 1.0 - q
     d = mean - prior_mean

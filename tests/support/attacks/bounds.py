@@ -153,7 +153,7 @@ def differentiate(
     at: Precision,
     far: float,
 ) -> Backward:
-    """Errors alone; values are left at 0, for the reference has them. `far` is that of `kernels.aten`."""
+    """Errors alone; values are left at 0, for the reference has them. `far` is that of `normalize.aten`."""
     g = slabs.view(grads[0]).abs()
     arriving = [t.abs() for t in grads[1:]]
     values, (mean, var, d), rho = slabs.view(x), forward[:3], forward.rho

@@ -1,4 +1,4 @@
-"""What an example is to be fused with, in one launch: `example.expected_of_example` without gradients."""
+"""What an example is to be fused with, in one launch: `virtual_group.expected_of_example` without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward of `triton_norm.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
+"""The backward of `triton_forward.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
 
 With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
 and from these dx = γρ g + b (x - mean) + c is linear in g and x: docs/equations.md. All is relative to the posterior's

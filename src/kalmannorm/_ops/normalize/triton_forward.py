@@ -1,4 +1,4 @@
-"""The op as Triton kernels; imported on the CUDA path only. The backward: `triton_gradient.py`.
+"""The op as Triton kernels; imported on the CUDA path only. The backward: `triton_backward.py`.
 
 x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
 because the rows of a group follow each other in memory; contiguous ones stay inside an example. Streamed, K positions
@@ -9,7 +9,7 @@ are float32.
 
     streamed    reduce -> filter and apply     many programs share a group: 3B forward, 5B backward
     on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
-    held        the same where a group's tile stays in registers: `triton_held.py`
+    held        the same where a group's tile stays in registers: `triton_on_chip.py`
 
 Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy. Whatever looks a
 second time goes the other way: what was read last is what the cache still has.

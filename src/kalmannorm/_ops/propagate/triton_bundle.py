@@ -1,4 +1,4 @@
-"""Bundles on Triton's kernels, with the arguments and results of `bundle_aten.py`; float32, on CUDA devices.
+"""Bundles on Triton's kernels, with the arguments and results of `aten.py`; float32, on CUDA devices.
 
 Launches, however many layers there are: forward a concatenation, the leaves, for each stage a tape and one launch for
 each kind of tile, and the results. Backward three concatenations of what arrives, for each stage two launches for each

@@ -1,4 +1,4 @@
-"""A move: what one forward of a norm saw, and the buffers that it moves. How far is in `statistics.py`."""
+"""A move: what one forward of a norm saw, and the buffers that it moves. How far is in `averages.py`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.c
 
 @triton.jit
 def updated(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
-    """Where the averages go: `statistics.moved`, and Batch Renorm's own."""
+    """Where the averages go: `averages.updated`, and Batch Renorm's own."""
     step = new_mean - mean
     if KIND == SIGMA:
         sigma = tl.sqrt(var + eps)
@@ -150,7 +150,7 @@ def track_block(
     bad = broken(mean, var, in_c)
     if OBSERVES:
         slow = cumulative
-        if not CUMULATIVE:  # as `statistics.hastened`
+        if not CUMULATIVE:  # as `averages.hastened`
             slow = tl.maximum(4.0 * cumulative / (1.0 + 3.0 * cumulative), observation_momentum)
         observed_mean, observed_var = updated(observed_mean, observed_var, seen_mean, seen_var, slow, eps, TOTAL)
         bad = tl.maximum(bad, broken(observed_mean, observed_var, in_c))

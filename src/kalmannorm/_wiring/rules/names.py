@@ -1,4 +1,4 @@
-"""Which torch functions are of a kind, by the names that `trace.function_name` gives them."""
+"""Which torch functions are of a kind, by the names that `records.function_name` gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a norm has to give: the naive reference of `kernels/reference.py` in float64, its output and every gradient.
+"""What a norm has to give: the naive reference of `_ops/normalize/naive.py` in float64, its output and every gradient.
 
 Behind a ReLU, the gradient at a value that lies within rounding of 0 is either of two, and a sum over thousands of
 values shows it. So no gradient arrives there. For half precision the margin is wide, because torch's GroupNorm rounds
