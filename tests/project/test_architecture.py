@@ -4,6 +4,7 @@ top."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,18 @@ def test_every_public_name_is_importable_and_documented():
         value = getattr(kalmannorm, name)
         if name != "__version__":
             assert value.__doc__, name
+
+
+def test_the_architecture_page_lists_every_file_and_no_other():
+    repository = Path(__file__).parents[2]
+    page = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/.]+\.py)(?:::\w+)?`", page))
+    modules = [path for path in FILES.values() if not path.name.startswith("__") and path.parent.name != "cli"]
+    unnamed = [path.relative_to(ROOT) for path in modules if not any(path.as_posix().endswith(f"/{n}") for n in named)]
+    assert not unnamed
+    everything = [
+        f"/{path.relative_to(repository).as_posix()}"
+        for folder in ("src", "tests", "benchmarks", "docs")
+        for path in (repository / folder).rglob("*.py")
+    ]
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in everything)]

@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 from torch.hub import tqdm  # type: ignore[attr-defined]  # the real one where it is installed, else torch's own
 
 from kalmannorm._model.population import freeze_statistics, named, require_norms, set_inference
-from kalmannorm._model.tallies import Tallied, Tally, change, tallies
+from kalmannorm._model.recalibrate_tallies import Tallied, Tally, change, tallies
 from kalmannorm._support.checks import positive_int
 
 Forward = Callable[[nn.Module, Any], object]
