@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _on_cuda(monkeypatch):
-    monkeypatch.setattr("test_running.image", lambda batch=4, seed=0: image(batch, seed).cuda())
+    monkeypatch.setattr("support.converted_net.image", lambda batch=4, seed=0: image(batch, seed).cuda())
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 

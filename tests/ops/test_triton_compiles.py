@@ -113,7 +113,7 @@ def test_every_kernel_waits_for_its_turn():
     """It is the first statement of each: nothing is touched before."""
     for function in kernels():
         first = next(each for each in function.body if not isinstance(getattr(each, "value", None), ast.Constant))
-        assert ast.unparse(first) == "in_turn(PDL)", function.name
+        assert ast.unparse(first) == "await_previous(PDL)", function.name
 
 
 def test_constants_are_the_last_parameters_of_every_kernel():

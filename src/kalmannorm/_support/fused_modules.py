@@ -191,7 +191,7 @@ def _class(base: type[nn.Module], program: FusedForward) -> Any:
     key = (base, program.key)
     made: Any = _CLASSES.get(key)
     if made is None:
-        body = {"_fused_from": base, "_program": program, "forward": program.forward(base.forward)}
+        body = {"_fused_from": base, "_fused_forward": program, "forward": program.forward(base.forward)}
         same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
         kind: Any = type(base)
         made = _metaclass(kind)(base.__name__, (Fused, base), body | same)
@@ -204,7 +204,7 @@ def _blank(base: type[nn.Module], program: FusedForward) -> Any:
 
 
 def is_fused(module: nn.Module) -> bool:
-    return isinstance(module, Fused) and "_program" in vars(type(module))
+    return isinstance(module, Fused) and "_fused_forward" in vars(type(module))
 
 
 def fuse_module(module: nn.Module, program: FusedForward) -> None:
