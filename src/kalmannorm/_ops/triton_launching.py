@@ -1,8 +1,8 @@
 """How kernels are launched: close behind each other, and without asking Triton the same questions every time.
 
 Close behind each other: on Hopper and later each kernel may start while the previous one runs (programmatic dependent
-launch). Its first instruction, `await_previous`, waits for the results of the previous one. Kernels of other libraries keep
-their order: a kernel that does not wait starts when all before it are done.
+launch). Its first instruction, `await_previous`, waits for the results of the previous one. Kernels of other libraries
+keep their order: a kernel that does not wait starts when all before it are done.
 
 Launches made ready: what Triton asks about the arguments of every launch is asked once.
 
