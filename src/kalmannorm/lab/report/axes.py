@@ -53,7 +53,7 @@ def around(label: str, values: Sequence[float], log: bool = False) -> Axis:
         factor = max((high / low) ** _EDGE, 1.02)
         low, high = low / factor, high * factor
         return Axis(label, low, high, decades(low, high), log=True)
-    edge = _EDGE * (high - low) or max(0.5, _EDGE * abs(high))
+    edge = _EDGE * (high - low) or max(0.5, 1e-9 * abs(high))
     return Axis(label, low - edge, high + edge, steps(low - edge, high + edge))
 
 
@@ -101,11 +101,11 @@ def place_words(value: float) -> str:
 def steps(low: float, high: float) -> tuple[Tick, ...]:
     """Multiples of 1, 2 or 5 times a power of ten; as many as have room side by side."""
     if not high > low:
-        return ((low, _short(low)),)
+        return ((low, f"{low:g}".replace("-", "−")),)
     found: tuple[Tick, ...] = ()
-    for count in range(_TICKS - 1, 1, -1):
+    for count in range(10, 1, -1):
         found = _multiples(low, high, (high - low) / count)
-        if sum(len(words) + 1 for _, words in found) <= _LINE:
+        if len(found) <= _TICKS and (len(found) - 1) * (1 + max(len(words) for _, words in found)) <= _LINE:
             break
     return found
 
@@ -115,15 +115,13 @@ def _multiples(low: float, high: float, least: float) -> tuple[Tick, ...]:
     power = 10.0 ** math.floor(math.log10(least))
     step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= least * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    values = [float(f"{i * step:.12g}") for i in range(first, min(last, first + _TICKS) + 1)]
-    if max(abs(low), abs(high)) >= 1e7 or step < 1e-6:
-        return tuple((value, _short(value)) for value in values)
+    values = [float(f"{i * step:.12g}") for i in range(first, min(last, first + 10) + 1)]
+    most = max(abs(low), abs(high))
+    if most >= 1e7 or step < 1e-6:
+        digits = min(15, 1 + math.ceil(math.log10(most / step)))
+        return tuple((value, f"{value:.{digits}g}".replace("-", "−")) for value in values)
     places = max(0, -math.floor(math.log10(step) + 1e-9))
     return tuple((value, number(value, places)) for value in values)
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}".replace("-", "−")
 
 
 def decades(low: float, high: float) -> tuple[Tick, ...]:

@@ -48,12 +48,16 @@ class Point(NamedTuple):
     """A drawn point of a series: the whisker or the band goes from `low` to `high`."""
 
     x: float
-    step: int | None
+    step: int
     y: float
+    std: float | None
     low: float
     high: float
-    text: str
-    """Mean and standard deviation in words."""
+
+    @property
+    def text(self) -> str:
+        """Mean and standard deviation in words."""
+        return plus_minus(Spread(self.y, self.std, 0))
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,8 @@ class Curves:
         found = []
         for i, y in enumerate(series.y):
             if y is not None and math.isfinite(y) and (y > 0 or not self.log):
-                std = series.std[i] if series.std else None
-                text = plus_minus(Spread(y, std, 0))
-                found.append(
-                    Point(series.x[i], series.steps[i] if series.steps else None, y, *self._reach(y, std), text)
-                )
+                std, step = series.std[i] if series.std else None, series.steps[i] if series.steps else 0
+                found.append(Point(series.x[i], step, y, std, *self._reach(y, std)))
         return found
 
     def _reach(self, y: float, std: float | None) -> tuple[float, float]:
@@ -154,6 +155,10 @@ class Curves:
         """The look of every label."""
         return {series.label: series.colour for series in self._series}
 
+    @property
+    def _marked_labels(self) -> set[str]:
+        return {series.label for series in self._series if self.marked(series)}
+
     def to_json(self) -> Row:
         places = [sorted({float(x) for series in self._series for x in series.x})]
         if len(self.across) > 1:
@@ -163,8 +168,7 @@ class Curves:
             "across": [self._across(axis, at) for axis, at in zip(self.across, places, strict=True)],
             "up": [{"name": name} | axis.to_json() for name, axis in self.up.items()],
             "whiskers": self.aside,
-            "legend": list(self.legend.items()),
-            "marked": any(self.marked(series) for series in self._series),
+            "legend": [[label, colour, label in self._marked_labels] for label, colour in self.legend.items()],
             "panels": [
                 {
                     "title": panel.title,
@@ -185,7 +189,7 @@ class Curves:
     def _line(self, series: Series, shift: float, places: list[list[float]]) -> Row:
         points = self.points(series)
         ranks = [{value: i for i, value in enumerate(values)} for values in places]
-        own = [[float(point.x) for point in points], [float(point.step or 0) for point in points]]
+        own = [[float(point.x) for point in points], [float(point.step) for point in points]]
         made: Row = {"label": series.label, "colour": series.colour, "marked": self.marked(series)}
         made |= {"at": [[rank[x] for x in values] for rank, values in zip(ranks, own, strict=False)]}
         made |= {"y": _short([point.y for point in points]), "text": [point.text for point in points]}

@@ -95,14 +95,14 @@ function buildLegend(node, chart, view, changed) {
   node.replaceChildren();
   if (chart.kind === "heatmap") node.append(colourBar(chart));
   if (chart.kind !== "curves") return;
-  for (const [label, colour] of chart.legend) {
+  for (const [label, colour, marked] of chart.legend) {
     const { classes, dash, marker: kind } = look(colour);
     const sample = document.createElementNS(SVG, "svg");
     sample.setAttribute("width", 22);
     sample.setAttribute("height", 10);
     sample.setAttribute("aria-hidden", "true");
     shape(sample, "line", { x1: 0, x2: 22, y1: 5, y2: 5, class: "line", "stroke-dasharray": dash });
-    if (chart.marked) marker(sample, kind, 11, 5, 3.2, { class: "point" });
+    if (marked) marker(sample, kind, 11, 5, 3.2, { class: "point" });
     const button = make("button", {
       type: "button", class: classes, "aria-pressed": String(!view.hidden.has(label)),
       "data-key": `legend=${label}`, title: "Show or hide",
