@@ -7,6 +7,7 @@ turns numbers into pixels. Both drawings of a chart therefore have the same rang
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ class Axis:
     turned: bool = False
     """The names along the axis have no room side by side, and are drawn at an angle."""
 
+    @property
+    def length(self) -> float:
+        return math.log(self.high / self.low) if self.log else self.high - self.low
+
     def to_json(self) -> dict[str, Any]:
         made: dict[str, Any] = {"label": self.label, "low": self.low, "high": self.high, "ticks": self.ticks}
         return made | ({"log": True} if self.log else {}) | ({"turned": True} if self.turned else {})
@@ -55,6 +60,17 @@ def around(label: str, values: Sequence[float], log: bool = False) -> Axis:
         return Axis(label, low, high, decades(low, high), log=True)
     edge = _EDGE * (high - low) or max(0.5, 1e-9 * abs(high))
     return Axis(label, low - edge, high + edge, steps(low - edge, high + edge))
+
+
+def without_outliers(values: Sequence[float], log: bool = False) -> list[float]:
+    """The values that lie at most 1.5 interquartile ranges from the quartiles (the rule of Tukey's box plots)."""
+    known = [value for value in values if value > 0] if log else list(values)
+    if len(known) < 2:
+        return known
+    turned = [math.log(value) for value in known] if log else known
+    first, _, third = statistics.quantiles(turned, n=4, method="inclusive")
+    reach = 1.5 * (third - first)
+    return [value for value, place in zip(known, turned, strict=True) if first - reach <= place <= third + reach]
 
 
 def from_zero(label: str, values: Sequence[float], room: float = 0.02) -> Axis:

@@ -93,7 +93,7 @@ class Curves:
     aside: bool = False
     """Points with whiskers, those of several series side by side; else lines with bands."""
     settle: float = 0.0
-    """A close-up ignores this share of the x axis, at its beginning: early epochs flatten the rest."""
+    """A close-up ignores outliers, and this share of the x axis at its beginning: early epochs flatten the rest."""
     kind = "curves"
 
     def points(self, series: Series) -> list[Point]:
@@ -130,9 +130,12 @@ class Curves:
 
     @cached_property
     def up(self) -> dict[str, Axis]:
-        """The y axis, which all panels share: with everything that is drawn, and as a close-up where there is one."""
-        ends = {"whole": 0.0} | ({"close-up": self.settle} if self.settle else {})
-        return {name: axes.around(self.y, self._heights(share), self.log) for name, share in ends.items()}
+        """The y axis, which all panels share: with everything that is drawn, and where it helps a close-up."""
+        whole = axes.around(self.y, self._heights(0.0), self.log)
+        typical = axes.without_outliers(self._heights(self.settle), self.log)
+        close = axes.around(self.y, typical, self.log)
+        helps = self.settle > 0 or close.length < whole.length / 2
+        return {"whole": whole} | ({"close-up": close} if helps else {})
 
     def _heights(self, share: float) -> list[float]:
         found: list[float] = []
@@ -304,7 +307,7 @@ class Cloud:
             "title": self.title,
             "spoken": f"{up.label} over {across.label}, {len(points)} channels. {_KEYS}",
             "across": across.to_json(),
-            "up": up.to_json(),
+            "up": up.label,  # the rest is as in the x axis
             "x": _short([x for x, _, _ in points]),
             "y": _short([y for _, y, _ in points]),
             "point": "channel",

@@ -220,6 +220,7 @@ def _document(
         {"figures": [figure.to_json() for figure in drawn], "looks": palette.looks()},
         separators=(",", ":"),
         allow_nan=False,
+        ensure_ascii=False,  # "±" is two bytes, its escape is six
     )
     policy = (
         f"default-src 'none'; script-src {_hash(theme)} {_hash(script)}; style-src {_hash(style)}; "

@@ -7,7 +7,7 @@ function drawCurves(nodes, chart, view) {
 
   chart.panels.forEach((panel, index) => {
     const shown = panel.series.filter((series) => !view.hidden.has(series.label));
-    const bottom = across.turned ? 34 + 0.65 * wordsWidth(across.ticks.map(([, words]) => words)) : 40;
+    const bottom = across.turned ? 38 + 0.87 * wordsWidth(across.ticks.map(([, words]) => words)) : 40;
     const plot = frame(nodes[index], { height: 220, label: panel.spoken, bottom });
     const x = scaleOf(across, 0, plot.width);
     const y = scaleOf(up, plot.height, 0);

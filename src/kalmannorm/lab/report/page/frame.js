@@ -26,7 +26,7 @@ function axisX(plot, axis, scale, { grid = true } = {}) {
   for (const [x, words] of scale.ticks) {
     if (grid) shape(group, "line", { x1: x, x2: x, y1: 0, y2: plot.height, class: "grid" });
     const place = axis.turned
-      ? { transform: `translate(${x + 4},${plot.height + 12}) rotate(-40)`, "text-anchor": "end" }
+      ? { transform: `translate(${x + 4},${plot.height + 10}) rotate(-60)`, "text-anchor": "end" }
       : { x, y: plot.height + 16, "text-anchor": "middle" };
     shape(group, "text", { ...place, class: "tick" }, words);
   }

@@ -2,7 +2,8 @@
 function drawScatter(nodes, chart) {
   chart.panels.forEach((panel, index) => {
     const plot = frame(nodes[index], { height: 270, left: 54, label: panel.spoken });
-    const { across, up } = panel;
+    const { across } = panel;
+    const up = { ...across, label: panel.up };
     const x = scaleOf(across, 0, plot.width);
     const y = scaleOf(up, plot.height, 0);
     axisY(plot, up, y);
