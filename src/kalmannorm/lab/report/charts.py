@@ -384,7 +384,7 @@ class Bars:
         return made | {"read": list(self._read(bar, group).items())}
 
     def _read(self, bar: Bar, group: BarGroup) -> dict[str, str]:
-        """What a reader who points at the bar is told: the value first."""
+        """The lines of the tooltip, with the value first."""
         told = {self.value: plus_minus(Spread(bar.value, bar.std, bar.n))}
         against = next((other.value for other in group.bars if other.label == "BN" and other is not bar), None)
         return told | ({"ratio to BN": number(bar.value / against, 2)} if against else {}) | {"seeds": str(bar.n)}

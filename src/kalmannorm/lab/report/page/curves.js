@@ -13,7 +13,7 @@ function drawCurves(nodes, chart, view) {
     const y = scaleOf(up, plot.height, 0);
     axisY(plot, up, y);
     axisX(plot, across, x, { grid: false });
-    // A close-up cuts what lies outside. Otherwise nothing is cut, not even half a marker at the edge.
+    // A close-up cuts lines at its edges. The whole range cuts nothing, not even half a marker.
     const inside = shape(plot.area, "svg", { width: plot.width, height: plot.height, class: cut ? "inside" : "whole" });
     const placed = (series, i) => x(across.places[at(series)[i]] + (series.shift ?? 0));
     for (const series of shown) drawLine(inside, series, (i) => placed(series, i), y, chart.whiskers);

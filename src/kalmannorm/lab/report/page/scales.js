@@ -7,7 +7,7 @@ function scaleOf(axis, from, to) {
   return scale;
 }
 
-/** The width of the longest words along an axis, about. */
+/** The width of the longest of these words in pixels, about. */
 function wordsWidth(words) {
   return 6.2 * Math.max(0, ...words.map((one) => one.length));
 }
