@@ -7,8 +7,8 @@ function drawCurves(nodes, chart, view) {
 
   chart.panels.forEach((panel, index) => {
     const shown = panel.series.filter((series) => !view.hidden.has(series.label));
-    const bottom = across.turned ? 38 + 0.87 * wordsWidth(across.ticks.map(([, words]) => words)) : 40;
-    const plot = frame(nodes[index], { height: 220, label: panel.spoken, bottom });
+    const bottom = across.turned ? 38 + 0.87 * ticksWidth(across) : 40;
+    const plot = frame(nodes[index], { height: 220, left: Math.max(52, 28 + ticksWidth(up)), label: panel.spoken, bottom });
     const x = scaleOf(across, 0, plot.width);
     const y = scaleOf(up, plot.height, 0);
     axisY(plot, up, y);

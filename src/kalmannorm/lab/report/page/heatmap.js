@@ -28,7 +28,7 @@ function drawHeatmap(nodes, chart) {
   const colour = colourScale(chart.colours);
   const missing = shade("--line");
   const share = scaleOf(chart.scale, 0, 1);
-  const left = Math.max(44, 30 + wordsWidth(chart.panels.flatMap((panel) => panel.down.ticks.map(([, words]) => words))));
+  const left = Math.max(44, ...chart.panels.map((panel) => 30 + ticksWidth(panel.down)));
   const maps = chart.panels.map((panel) => unpack(panel.packed, panel.rows.length * panel.columns.length));
 
   chart.panels.forEach((panel, place) => {

@@ -11,3 +11,7 @@ function scaleOf(axis, from, to) {
 function wordsWidth(words) {
   return 6.2 * Math.max(0, ...words.map((one) => one.length));
 }
+
+function ticksWidth(axis) {
+  return wordsWidth(axis.ticks.map(([, words]) => words));
+}

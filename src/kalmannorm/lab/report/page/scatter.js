@@ -1,9 +1,9 @@
 // One point per channel, and the line on which prior and observation agree.
 function drawScatter(nodes, chart) {
   chart.panels.forEach((panel, index) => {
-    const plot = frame(nodes[index], { height: 270, left: 54, label: panel.spoken });
     const { across } = panel;
     const up = { ...across, label: panel.up };
+    const plot = frame(nodes[index], { height: 270, left: Math.max(54, 28 + ticksWidth(up)), label: panel.spoken });
     const x = scaleOf(across, 0, plot.width);
     const y = scaleOf(up, plot.height, 0);
     axisY(plot, up, y);
