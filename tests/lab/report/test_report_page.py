@@ -12,6 +12,10 @@ import pytest
 from kalmannorm.lab.files.records import read_json, write_json
 from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.report import write
+from kalmannorm.lab.report.collecting import collect
+from kalmannorm.lab.report.comparison import chapters
+from kalmannorm.lab.report.page import content
+from kalmannorm.lab.report.plotting import drawing
 from support.report_runs import LAYERS, METHOD_NAMES, SETTINGS, accuracies, make_comparison, make_experiment, make_run
 
 api = pytest.importorskip("playwright.sync_api", reason="the test extra brings playwright")
@@ -129,6 +133,40 @@ def test_every_figure_is_drawn(opened, name):
         )
     )
     assert colours > 20
+
+
+TICKS = """(plot) => {
+    const along = plot.querySelector(".across .axis");
+    const [width, height] = [Number(along.getAttribute("x2")), Number(along.getAttribute("y1"))];
+    const left = (tick) => Number(tick.getAttribute("x") ?? tick.getAttribute("transform").match(/[\\d.]+/)[0] - 4);
+    const top = (tick) => tick.getAttribute("y") - 3.5;
+    return {
+        across: [...plot.querySelectorAll(".across .tick")].map((tick) => [tick.textContent, left(tick) / width]),
+        up: [...plot.querySelectorAll(".up .tick")].map((tick) => [tick.textContent, 1 - top(tick) / height]),
+    };
+}"""
+"""Words and places of all ticks of a plot, the places as shares of the axis."""
+
+
+def test_ticks_lie_where_the_image_files_have_them(opened, pages):
+    page = opened()
+    figures = content(chapters(collect([pages["demo"].parent / "demo"])), []).figures
+    kinds = set()
+    for node, one in zip(page.locator("figure").all(), figures, strict=True):
+        _, chart = one.charts[one.start]
+        if chart.kind == "bars":  # without ticks
+            continue
+        kinds.add(chart.kind)
+        _, panels = drawing(chart, one.title)
+        for plot, ax in zip(node.locator(".canvas").all(), panels, strict=True):
+            seen, place = plot.evaluate(TICKS), ax.transScale + ax.transLimits
+            corner = (ax.get_xlim()[1], ax.get_ylim()[1])
+            for side, axis, here in ((0, ax.xaxis, seen["across"]), (1, ax.yaxis, seen["up"])):
+                spots = [tuple(v if i == side else corner[i] for i in (0, 1)) for v in axis.get_ticklocs()]
+                shares = [place.transform(spot)[side] for spot in spots]
+                assert here and [words for words, _ in here] == [text.get_text() for text in axis.get_ticklabels()]
+                assert [share for _, share in here] == pytest.approx(shares, abs=1e-6)
+    assert kinds == {"curves", "heatmap", "scatter"}
 
 
 def test_a_hover_shows_mean_and_spread_of_the_seeds(opened):

@@ -16,7 +16,6 @@ from kalmannorm.lab.report.charts import Curves, Lines, Series
 from kalmannorm.lab.report.collecting import collect
 from kalmannorm.lab.report.comparison import chapters
 from kalmannorm.lab.report.curves import common_steps, curve
-from kalmannorm.lab.report.plotting import x_end
 from kalmannorm.lab.report.sentences import on_speed, sentences, what
 from kalmannorm.lab.report.tables import results, settings_line
 from kalmannorm.lab.words.spread import Spread
@@ -178,4 +177,5 @@ def test_the_axis_of_training_ends_where_training_does():
     def chart(*x: float) -> Curves:
         return Curves([Lines("", [Series("BN", 0, x, [1.0] * len(x))])], "epoch", "accuracy")
 
-    assert x_end(chart(1.0)) == pytest.approx(1.02) and x_end(chart(0.1, 30.0)) == pytest.approx(30.6)
+    ends = [chart(*x).across[0].high for x in ((1.0,), (0.1, 30.0))]
+    assert ends == pytest.approx([1.02, 30.6])

@@ -1,4 +1,4 @@
-"""Speed and memory of each method, from the training itself."""
+"""Speed and memory of each method, measured during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmannorm.lab.words.wording import number, size
 
 
 def hardware(comparison: Comparison) -> list[str]:
-    """Of the runs that count, each once."""
+    """The kinds of machines of the runs that count."""
     named = (in_words(str((run.run.record.get("origin") or {}).get("hardware") or "")) for run in comparison.counting)
     return [name for name in dict.fromkeys(named) if name]
 
@@ -23,14 +23,14 @@ def speed(comparison: Comparison, slug: str) -> Figure | None:
     if len(places) == 1:
         caption += f" On {places[0]}."
     elif places:
-        caption += f" The runs are from {len(places)} kinds of machines: do not compare their speeds across."
+        caption += f" The runs are from {len(places)} kinds of machines: do not compare their speeds."
     return _figure(
         comparison, slug, "Images per second", "images/s", caption, "images_per_second", lambda v: number(v.mean)
     )
 
 
 def memory(comparison: Comparison, slug: str) -> Figure | None:
-    caption = "What torch allocated on the GPU at most, while training; runs on a CPU are not measured."
+    caption = "The largest amount of GPU memory that torch allocated during training. Runs on a CPU are not measured."
     return _figure(
         comparison, slug, "Peak memory", "peak memory", caption, "peak_memory", lambda value: size(value.mean)
     )

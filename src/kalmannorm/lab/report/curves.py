@@ -1,4 +1,4 @@
-"""Accuracy against the statistics batch, and accuracy and loss along training, with their spread over seeds."""
+"""Accuracy against the statistics batch, and accuracy and loss during training, with their spread over seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINING = "training"
 
 
 def against_setting(comparison: Comparison, slug: str) -> Figure | None:
-    """What the smaller statistics batch costs each method, one panel per way of inference."""
+    """The accuracy of each method at each statistics batch, one panel per way of inference."""
     if not comparison.modes:
         return None
     if len(comparison.settings) < 2:
@@ -83,7 +83,7 @@ def along_training(comparison: Comparison, slug: str) -> Figure | None:
                 panels.append(Lines(str(setting), lines))
             if any(panel.series for panel in panels):
                 charts.append(((quantity, measured), chart_of(panels, measured, quantity)))
-    caption = "Mean over seeds; the band is one standard deviation to either side."
+    caption = "Mean over seeds. The band is one standard deviation to either side."
     return (
         Figure(slug, "Accuracy and loss along training", caption, charts, ("Quantity", "Measured")) if charts else None
     )
@@ -97,7 +97,7 @@ def chart_of(panels: list[Lines], measured: str, quantity: str) -> Curves:
 
 
 def curve(label: str, colour: int, runs: Sequence[Found], measured: str, quantity: str) -> Series | None:
-    """The seeds' mean at every step that was measured. A diverged run goes on with the accuracy it ended with."""
+    """The mean over seeds at every measured step. A diverged run continues with its final accuracy."""
     logs = [_points(run, measured, quantity) for run in runs]
     epochs = {step: epoch for log in logs for step, (epoch, _) in log.items()}
     found: list[tuple[int, float, Spread]] = []
@@ -118,8 +118,8 @@ def curve(label: str, colour: int, runs: Sequence[Found], measured: str, quantit
 
 
 def common_steps(logs: Sequence[Collection[int]]) -> list[int]:
-    """Without those at which some seed was not looked at: the mean would jump there. A diverged seed ends before the
-    others, and one that was looked at only once is not asked."""
+    """The steps at which all seeds were measured; at other steps the mean would jump. Two kinds of seeds are excepted:
+    a diverged seed, after its end, and a seed that was measured only once."""
     followed = [log for log in logs if len(log) > 1]
     steps = {step for log in logs for step in log}
     return sorted(step for step in steps if all(step in log or step > max(log) for log in followed))

@@ -14,7 +14,7 @@ _MOST_LAYERS, _MOST_COLUMNS = 120, 60
 
 
 def final(run: Found) -> dict[str, float]:
-    """By layer, in the order of depth; without norms that have no gain."""
+    """The gain of each layer, in the order of depth. Norms without a gain are left out."""
     gains = run.result.get("gains") or {}
     return {name: float(q) for name, q in gains.items() if isinstance(q, (int, float))}
 
@@ -38,14 +38,15 @@ def along_depth(comparison: Comparison, slug: str) -> Figure | None:
         if lines:
             panels.append(Lines(str(setting), lines))
     caption = (
-        "q is the trust in the mini-batch's own statistics, 1 − q that in the prior; q = 1 would be batch norm. "
-        "Layers from input to output, as training left them; mean and standard deviation over seeds."
+        "The gain q is the weight of the mini-batch statistics, and 1 − q is the weight of the prior. With q = 1 the "
+        "layer is batch norm. Layers go from input to output. Values after training: mean and standard deviation over "
+        "seeds."
     )
     return Figure(slug, "Gain along depth", caption, [((), Curves(panels, "layer", "gain q", layers))])
 
 
 def along_training(comparison: Comparison, slug: str) -> Figure | None:
-    """Layers × training, one map per method and setting; the mean over seeds."""
+    """One map per method and setting, with layers as rows and epochs as columns; the mean over seeds."""
     maps = []
     for variant in comparison.variants:
         for setting in comparison.settings:
@@ -57,7 +58,9 @@ def along_training(comparison: Comparison, slug: str) -> Figure | None:
         return None
     low, high = math.floor(min(values) * 10) / 10, math.ceil(max(values) * 10) / 10
     chart = Heatmap(maps, "epoch", "layer", "gain q", low, max(high, round(low + 0.1, 1)), diverging=False)
-    caption = "Each row is a layer, from the input at the top to the output; the mean over seeds."
+    caption = (
+        "Each row is a layer, with the input at the top and the output at the bottom. Values are means over seeds."
+    )
     return Figure(slug, "Gain along training", caption, [((), chart)])
 
 

@@ -1,7 +1,7 @@
-"""The variance gap: what a layer's statistics on a batch differ from the moving averages that inference uses.
+"""The variance gap: the difference between a layer's statistics on a batch and the moving averages of inference.
 
-Rows are channels, columns batches; (posterior variance - running variance) / running variance. All maps of a figure
-share one colour scale, which ends where 2 % of the cells lie beyond it.
+Rows are channels, and columns are batches. A cell is (posterior variance - running variance) / running variance. All
+maps of a figure share one colour scale. At most 2 % of the cells lie beyond its ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kalmannorm.lab.words.wording import number
 _MOST_CELLS, _MOST_LAYERS = 100_000, 12
 CAPTION = (
     "Relative difference between the variance that normalizes a batch and the moving average that inference uses. "
-    "Rows are channels, columns batches. The middle of the scale is no gap; the scale is one for all "
-    "maps, settings and layers."
+    "Rows are channels, and columns are batches. The middle of the scale means no gap. All maps, settings and layers "
+    "have the same scale."
 )
 Labelled = tuple[str, Record]
 """A panel's title and the record of the run's analysis."""
@@ -31,7 +31,7 @@ def gap_of(run: Found) -> Record | None:
 
 
 def variance_gap(comparison: Comparison, slug: str) -> Figure | None:
-    """For every setting and layer, the methods beside one another; the first seed that was analysed."""
+    """For every setting and layer one map per method, side by side, from the first seed that was analysed."""
     groups: list[tuple[str, list[Labelled]]] = []
     for setting in comparison.settings:
         shown: list[Labelled] = []
@@ -47,7 +47,7 @@ def variance_gap(comparison: Comparison, slug: str) -> Figure | None:
 
 
 def gap_figure(slug: str, title: str, groups: Sequence[tuple[str, list[Labelled]]]) -> Figure | None:
-    """`groups` are (setting, maps to set side by side)."""
+    """`groups` are pairs of a setting and the maps to show side by side."""
     names = list(dict.fromkeys(layer["name"] for _, shown in groups for _, r in shown for layer in r["layers"]))
     names = [names[i] for i in spaced(len(names), _MOST_LAYERS)]
     count = sum(layer["name"] in names for _, shown in groups for _, r in shown for layer in r["layers"])
@@ -63,13 +63,13 @@ def gap_figure(slug: str, title: str, groups: Sequence[tuple[str, list[Labelled]
                 maps = [_map(label, layer, room) for label, layer in layers]
                 chart = Heatmap(maps, "batch", "channel", "gap", -limit, limit, diverging=True, note=_note(layers))
                 charts.append(((group, name), chart))
-    # First what shows most: the smallest statistics batch, in the middle of the depth.
+    # The page opens with the largest gap: the smallest statistics batch, in a layer of middle depth.
     last = [i for i, (chosen, _) in enumerate(charts) if chosen[0] == charts[-1][0][0]]
     return Figure(slug, title, CAPTION, charts, ("Setting", "Layer"), start=last[len(last) // 2])
 
 
 def _map(label: str, layer: Record, room: int) -> Map:
-    """Rows and columns are picked, not averaged: an average would hide the very noise that is to be seen."""
+    """Rows and columns are picked, not averaged: an average would hide the noise, which is the result."""
     gap: list[list[Any]] = layer["gap"]
     channels, batches = len(gap), min(len(row) for row in gap)
     rows = spaced(channels, max(8, min(channels, int((room / 2) ** 0.5))))

@@ -1,6 +1,6 @@
-"""The page: tables and words as HTML, charts as data for the script; all in one file that asks for nothing else.
+"""The page: one file with tables and text as HTML, and charts as data for its script. It loads nothing else.
 
-A policy in its head lets the browser run this script and style alone, by their hashes, and reach no network.
+A content security policy allows only this script and this style, by their hashes, and no network.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Content:
 
 
 def content(chapters: Sequence[Chapter], damaged: Sequence[Damaged]) -> Content:
-    """Everything that the page shows of these chapters but the wiring and the list of runs."""
+    """All topics of the page, without the wiring and the list of runs."""
     made = [(chapter, _topics(chapter, f"{i + 1}-" if len(chapters) > 1 else "")) for i, chapter in enumerate(chapters)]
     return Content(made, damaged)
 
 
 def _topics(chapter: Chapter, prefix: str) -> list[Topic]:
-    """`prefix` keeps the names of figures apart."""
+    """`prefix` makes the file names of figures unique."""
     topics = []
     if chapter.experiment is not None:
         record = chapter.experiment.record
@@ -118,7 +118,7 @@ def _said(sentences: list[str]) -> list[Item | None]:
 
 
 def page(made: Content, figures: str | None) -> str:
-    """The whole document; `figures` is the folder beside it that holds its figures as files."""
+    """The whole document. `figures` is the folder with the image files, beside the page."""
     single = len(made.chapters) == 1
     sections: list[Markup] = []
     links: list[tuple[str, str]] = []
@@ -153,7 +153,7 @@ def _figure(figure: Figure, drawn: list[Figure], folder: str | None) -> Markup:
     drawn.append(figure)
     links: list[Markup] = []
     if folder is not None:
-        # The script keeps the images' links at the chart that is shown.
+        # The script changes these links when the reader chooses another chart.
         image, place = figure.files[figure.start], quote(folder)
         links = [
             element("a", kind.upper(), href=f"{place}/{image}.{kind}", data_kind=kind, data_folder=place)
@@ -178,7 +178,7 @@ def _wiring(made: Content) -> Markup | None:
         parts.append(element("details", element("summary", title), box, open=not parts))
     if not parts:
         return None
-    lead = "What feeds every norm, and so predicts its statistics. An arrow goes from a norm to the next ones after it."
+    lead = "An arrow goes from a norm to the norms after it. A norm's statistics are predicted from the norm before it."
     return joined(element("p", lead, class_="note"), *parts)
 
 
@@ -199,7 +199,7 @@ def _heading(title: str, made: Content) -> Markup:
 
 
 def _overview(made: Content) -> Markup | None:
-    """Of several chapters, what to know of each, and what it found first."""
+    """For several chapters: the warnings and the first finding of each."""
     if len(made.chapters) < 2:
         return None
     items = []
@@ -220,6 +220,7 @@ def _document(
         {"figures": [figure.to_json() for figure in drawn], "looks": palette.looks()},
         separators=(",", ":"),
         allow_nan=False,
+        ensure_ascii=False,  # "±" is two bytes, its escape is six
     )
     policy = (
         f"default-src 'none'; script-src {_hash(theme)} {_hash(script)}; style-src {_hash(style)}; "

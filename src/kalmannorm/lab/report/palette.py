@@ -1,9 +1,9 @@
-"""The colours of the report, once for the page and for the image files.
+"""The looks of series and the colours of maps, for the page and for the image files.
 
-Eight series colours per scheme, found by search: any two stay apart (ΔE in Oklab of 10 or more) for full colour vision
-and for each of the three dichromacies, and each has a contrast of 3 or more to its background. Dashes and markers tell
-series apart without colour. A ninth series has a colour again, but hollow, with another dash and another marker: what
-is called a colour elsewhere is a number that stands for one such look.
+Each scheme, light and dark, has eight series colours. They were found by search. Any two of them differ (ΔE in Oklab of
+10 or more) for full colour vision and for each of the three dichromacies. Each has a contrast of 3 or more to its
+background. Dashes and markers tell series apart without colour. From the ninth series on, colours repeat, but hollow
+and with another dash and marker. Other modules call the number of such a look its colour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DARK = ("#6198df", "#e45c17", "#a2efd1", "#aa48fc", "#f6c503", "#3bcae7", "#a84d
 DASHES = ("", "", "7 3", "2 2.5", "9 3 2 3", "4 4", "12 4", "1.5 4")
 MARKERS = ("circle", "square", "triangle", "diamond")
 
-# Low, middle and high end of the heat maps: diverging around 0, and sequential.
+# Low end, middle and high end of the heat maps, for the light and the dark scheme.
 DIVERGING = (("#8c4a00", "#f7f5f2", "#0a3f8f"), ("#f09a3e", "#22262b", "#6aa8f0"))
 SEQUENTIAL = (("#f2f5f9", "#6f9bd1", "#0a2f70"), ("#1d232b", "#3f6fae", "#cfe3ff"))
 
@@ -23,16 +23,16 @@ _FIXED = {"bkn": 0, "bn": 1, "gn": 2, "bkn-learned": 3, "brn": 4, "ln": 5, "in":
 
 
 LOOKS = 64
-"""So many series differ in colour, dash or marker; 24 of them in colour or filling."""
+"""The number of looks. All differ in colour, dash or marker, and the first 24 in colour or filling."""
 
 
 def shade(colour: int) -> str:
-    """On white."""
+    """The colour on white."""
     return LIGHT[colour % len(LIGHT)]
 
 
 def filled(colour: int) -> tuple[str, float]:
-    """What a marker or a bar is filled with on white: its shade and how much of it."""
+    """The colour and the opacity inside a marker or a bar, on white."""
     return shade(colour), (1.0, 0.0, 0.4)[filling(colour)]
 
 
@@ -52,7 +52,7 @@ def filling(colour: int) -> int:
 
 
 def classes(colour: int) -> str:
-    """Of an element in this look."""
+    """The CSS classes of this look."""
     return f"series-{colour % len(LIGHT)}" + (f" filling-{filling(colour)}" if filling(colour) else "")
 
 
@@ -62,8 +62,8 @@ def looks() -> list[tuple[str, str, str]]:
 
 
 def colours(methods: list[str]) -> list[int]:
-    """A look for each row, none twice: its method's own; for further rows of a method a colour that no method here has;
-    when none is left, the method's own but hollow, or whatever is free."""
+    """A different look for each row. The first row of a method has the look of the method. Further rows have a colour
+    that no method here has. When none is left, they have the colour of the method, hollow, or any free look."""
     own = {method: _FIXED.get(method, 7) for method in methods}
     plain = [i for i in range(len(LIGHT)) if i not in own.values()]
     given: list[int] = []
@@ -74,7 +74,7 @@ def colours(methods: list[str]) -> list[int]:
 
 
 def css() -> str:
-    """The same as custom properties, which follow the page's colour scheme."""
+    """The colours as custom properties, which follow the colour scheme of the page."""
     pairs = [(f"series-{i}", light, dark) for i, (light, dark) in enumerate(zip(LIGHT, DARK, strict=True))]
     for name, (lights, darks) in (("diverging", DIVERGING), ("sequential", SEQUENTIAL)):
         pairs += [(f"{name}-{i}", light, dark) for i, (light, dark) in enumerate(zip(lights, darks, strict=True))]

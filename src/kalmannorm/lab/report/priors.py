@@ -1,4 +1,4 @@
-"""What the prior predicted against what the batches showed, channel by channel, for every layer of a filter."""
+"""Predicted against observed statistics of each channel, for every layer of a filter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kalmannorm.lab.words.wording import number
 _MOST_POINTS, _MOST_LAYERS = 6_000, 24
 
 Pair = tuple[int, float, float]
-"""Of a channel: its number, what the prior said, what was observed."""
+"""Of a channel: its number, the prior and the observed value."""
 
 
 def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
-    """One chart per method and setting, and layer; the first seed that was analysed."""
+    """One chart per method, setting and layer, from the first seed that was analysed."""
     analysed: list[tuple[str, int, list[Record]]] = []
     for variant in comparison.variants:
         for setting in comparison.settings:
@@ -36,14 +36,17 @@ def prior_against_observed(comparison: Comparison, slug: str) -> Figure | None:
     for label, colour, layers in analysed:
         for layer in layers:
             charts.append(((label, layer["name"]), _scatter(layer, colour, room)))
-    caption = "Each point is a channel: on the line the prior was right. Averages over training batches."
+    caption = (
+        "Each point is a channel. On the line the prior equals the observation. "
+        "Values are averages over training batches."
+    )
     last = [i for i, (chosen, _) in enumerate(charts) if chosen[0] == analysed[0][0]]
     title = "Prior against observed statistics"
     return Figure(slug, title, caption, charts, ("Method", "Layer"), start=last[len(last) // 2])
 
 
 def _scatter(layer: Record, colour: int, room: int) -> Scatter:
-    """All channels count in what is said; so many are drawn as there is room for."""
+    """The note is about all channels. At most `room` of them are drawn."""
     variances = _pairs(layer, "var", lambda prior, observed: prior > 0 and observed > 0)
     means = _pairs(layer, "mean", lambda prior, observed: True)
     notes = []

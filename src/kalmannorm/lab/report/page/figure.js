@@ -1,9 +1,9 @@
-// A figure: what the reader chooses, the legend, the chart of that choice, and drawing it anew when its width changes.
+// A figure: choices, legend, and the chart of the choice, which is drawn again when its width changes.
 const LEAST = { curves: 270, bars: 300, scatter: 300, heatmap: 240 };
 const DRAW = { curves: drawCurves, bars: drawBars, scatter: drawScatter, heatmap: drawHeatmap };
 
 function setUp(node, figure) {
-  const view = { hidden: new Set(), steps: false, close: false, chosen: [...figure.charts[figure.start].for] };
+  const view = { hidden: new Set(), across: 0, up: 0, chosen: [...figure.charts[figure.start].for] };
   const host = node.querySelector(".plot");
   const controls = make("div", { class: "controls" });
   const panels = make("div", { class: "panels" });
@@ -11,7 +11,7 @@ function setUp(node, figure) {
   const note = make("p", { class: "note" });
   host.append(controls, legend, panels, note);
 
-  /** The chart of the choice; where it does not exist, the nearest that keeps what was chosen first. */
+  /** The chart of the choices. If it does not exist, the one that keeps the first choices. */
   const chart = () => {
     const agree = (one) => one.for.reduce((sum, value, i) => sum + (value === view.chosen[i] ? 2 ** (9 - i) : 0), 0);
     return figure.charts.reduce((best, one) => (agree(one) > agree(best) ? one : best));
@@ -44,29 +44,25 @@ function setUp(node, figure) {
 function buildControls(node, figure, view, current, changed) {
   node.replaceChildren();
   figure.choices.forEach((name, i) => {
-    // Of a later choice only what goes with the earlier ones.
+    // A later choice has only the values that exist with the earlier ones.
     const open = figure.charts.filter((chart) => chart.for.slice(0, i).every((value, k) => value === current.for[k]));
     const values = [...new Set(open.map((chart) => chart.for[i]))];
     if (values.length < 2) return;
     const choose = (value) => { view.chosen[i] = value; changed(); };
     node.append(chooser(name, values, current.for[i], choose));
   });
-  if (current.kind === "curves" && current.panels.some((panel) => panel.series.some((series) => series.steps))) {
-    node.append(chooser("Against", [current.x, "step"], view.steps ? "step" : current.x, (value) => {
-      view.steps = value === "step";
-      changed();
-    }));
-  }
-  if (current.kind === "curves" && current.settle > 0) {
-    node.append(chooser("Range", ["whole", "close-up"], view.close ? "close-up" : "whole", (value) => {
-      view.close = value === "close-up";
-      changed();
-    }));
+  if (current.kind === "curves") {
+    const pick = (name, key, values) => {
+      const chosen = values[view[key]] ?? values[0];
+      if (values.length > 1) node.append(chooser(name, values, chosen, (value) => { view[key] = values.indexOf(value); changed(); }));
+    };
+    pick("Against", "across", current.across.map((axis) => axis.label));
+    pick("Range", "up", current.up.map((axis) => axis.name));
   }
   node.hidden = !node.children.length;
 }
 
-/** The links to the image files follow the chart that is shown; of some choices there are none. */
+/** The links lead to the image files of the shown chart. Some charts have no image. */
 function link(node, file) {
   for (const one of node.querySelectorAll("a[data-kind]")) {
     one.hidden = !file;
@@ -99,15 +95,14 @@ function buildLegend(node, chart, view, changed) {
   node.replaceChildren();
   if (chart.kind === "heatmap") node.append(colourBar(chart));
   if (chart.kind !== "curves") return;
-  const entries = new Map(chart.panels.flatMap((panel) => panel.series).map((one) => [one.label, one.colour]));
-  for (const [label, colour] of entries) {
+  for (const [label, colour, marked] of chart.legend) {
     const { classes, dash, marker: kind } = look(colour);
     const sample = document.createElementNS(SVG, "svg");
     sample.setAttribute("width", 22);
     sample.setAttribute("height", 10);
     sample.setAttribute("aria-hidden", "true");
     shape(sample, "line", { x1: 0, x2: 22, y1: 5, y2: 5, class: "line", "stroke-dasharray": dash });
-    if (chart.ticks) marker(sample, kind, 11, 5, 3.2, { class: "point" });
+    if (marked) marker(sample, kind, 11, 5, 3.2, { class: "point" });
     const button = make("button", {
       type: "button", class: classes, "aria-pressed": String(!view.hidden.has(label)),
       "data-key": `legend=${label}`, title: "Show or hide",

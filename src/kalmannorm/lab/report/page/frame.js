@@ -1,6 +1,6 @@
-// What every plot has: its place, axes, and a way to point at it with mouse, finger or keys.
+// Parts that all plots share: panels, axes, and a reader for mouse, finger and keys.
 
-/** A row of empty panels, all there before any is measured; as many in a line as leave the last line full. */
+/** A row of empty panels. All exist before any is measured, and the lines are about equally full. */
 function lay(host, panels, least) {
   const fit = Math.max(1, Math.floor((host.clientWidth + 20) / (least + 20)));
   const lines = Math.ceil(panels.length / fit);
@@ -10,7 +10,7 @@ function lay(host, panels, least) {
   return nodes;
 }
 
-/** An empty plot of the panel's width: {svg, area, width, height, left, top}; width and height are of the plot area. */
+/** An empty plot as wide as its panel: {canvas, svg, area, width, height, left, top}. Width and height are of the plot area. */
 function frame(node, { height, left = 52, right = 12, top = 8, bottom = 40, label }) {
   const canvas = make("div", { class: "canvas", tabindex: "0", role: "img", "aria-label": label });
   node.append(canvas);
@@ -21,52 +21,68 @@ function frame(node, { height, left = 52, right = 12, top = 8, bottom = 40, labe
   return { canvas, svg, area, width: whole - left - right, height, left, top };
 }
 
-function axisX(plot, ticks, scale, label, { slanted = false, grid = true } = {}) {
-  for (const [value, words] of ticks) {
-    const x = scale(value);
-    if (grid) shape(plot.area, "line", { x1: x, x2: x, y1: 0, y2: plot.height, class: "grid" });
-    const place = slanted
-      ? { transform: `translate(${x + 4},${plot.height + 12}) rotate(-40)`, "text-anchor": "end" }
+function axisX(plot, axis, scale, { grid = true } = {}) {
+  const group = shape(plot.area, "g", { class: "across" });
+  for (const [x, words] of scale.ticks) {
+    if (grid) shape(group, "line", { x1: x, x2: x, y1: 0, y2: plot.height, class: "grid" });
+    const place = axis.turned
+      ? { transform: `translate(${x + 4},${plot.height + 10}) rotate(-60)`, "text-anchor": "end" }
       : { x, y: plot.height + 16, "text-anchor": "middle" };
-    shape(plot.area, "text", { ...place, class: "tick" }, words);
+    shape(group, "text", { ...place, class: "tick" }, words);
   }
-  shape(plot.area, "line", { x1: 0, x2: plot.width, y1: plot.height, y2: plot.height, class: "axis" });
+  shape(group, "line", { x1: 0, x2: plot.width, y1: plot.height, y2: plot.height, class: "axis" });
   const below = Number(plot.svg.getAttribute("height")) - plot.top - 5;
-  shape(plot.area, "text", { x: plot.width / 2, y: below, "text-anchor": "middle", class: "label" }, label);
+  shape(group, "text", { x: plot.width / 2, y: below, "text-anchor": "middle", class: "label" }, axis.label);
 }
 
-function axisY(plot, ticks, scale, label, { grid = true } = {}) {
-  for (const [value, words] of ticks) {
-    const y = scale(value);
-    if (grid) shape(plot.area, "line", { x1: 0, x2: plot.width, y1: y, y2: y, class: "grid" });
-    shape(plot.area, "text", { x: -7, y: y + 3.5, "text-anchor": "end", class: "tick" }, words);
+function axisY(plot, axis, scale, { grid = true } = {}) {
+  const group = shape(plot.area, "g", { class: "up" });
+  for (const [y, words] of scale.ticks) {
+    if (grid) shape(group, "line", { x1: 0, x2: plot.width, y1: y, y2: y, class: "grid" });
+    shape(group, "text", { x: -7, y: y + 3.5, "text-anchor": "end", class: "tick" }, words);
   }
   const turned = `translate(${11 - plot.left},${plot.height / 2}) rotate(-90)`;
-  if (label) shape(plot.area, "text", { transform: turned, "text-anchor": "middle", class: "label" }, label);
+  shape(group, "text", { transform: turned, "text-anchor": "middle", class: "label" }, axis.label);
 }
 
-/** point(x, y, aloud) is called with a place in the plot area; move(key) with an arrow key; leave() when it ends. */
-function pointing(plot, { point, move, leave }) {
-  const at = (event) => {
+/**
+ * Reads a plot with mouse, finger and keys. `nearest(x, y)` is the item at a place of the plot area, `read(item, y)` marks
+ * it and returns {x, y, title, rows}, `leave()` removes the mark. Items of a map lie in lines of `across`.
+ */
+function reading(plot, count, { nearest, read, leave = () => {}, across = 1 }) {
+  let current = -1;
+  const tell = (item, aloud, y = null) => {
+    if (!count) return;
+    current = clamp(item, 0, count - 1);
+    const found = read(current, y);
     const box = plot.svg.getBoundingClientRect();
-    point(event.clientX - box.left - plot.left, event.clientY - box.top - plot.top, false);
+    tip.show(box.left + plot.left + found.x, box.top + plot.top + found.y, found.title, found.rows, aloud);
   };
-  plot.canvas.addEventListener("pointermove", at);
-  plot.canvas.addEventListener("pointerdown", at);
-  plot.canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") leave(); });
-  plot.canvas.addEventListener("blur", leave);
+  const point = (event) => {
+    const box = plot.svg.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left - plot.left, event.clientY - box.top - plot.top];
+    tell(nearest(x, y), false, y);
+  };
+  const end = () => { leave(); tip.hide(); };
+  plot.canvas.addEventListener("pointermove", point);
+  plot.canvas.addEventListener("pointerdown", point);
+  plot.canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") end(); });
+  plot.canvas.addEventListener("blur", end);
   plot.canvas.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") leave();
-    if (!event.key.startsWith("Arrow")) return;
+    if (event.key === "Escape") end();
+    const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: across, ArrowUp: -across }[event.key];
+    if (!move) return;
     event.preventDefault();
-    move(event.key);
+    const next = current < 0 ? 0 : current + move;
+    const line = (item) => Math.floor(item / across);
+    const leaves = next < 0 || next >= count || (across > 1 && Math.abs(move) === 1 && current >= 0 && line(next) !== line(current));
+    tell(leaves ? current : next, true);
   });
 }
 
-/** Where in the window a place of the plot area is. */
-function inWindow(plot, x, y) {
-  const box = plot.svg.getBoundingClientRect();
-  return [box.left + plot.left + x, box.top + plot.top + y];
+/** The place of the item that is least far. */
+function closest(items, far) {
+  return items.reduce((best, item, i) => (far(item) < far(items[best]) ? i : best), 0);
 }
 
 function marker(parent, kind, x, y, size, attributes) {

@@ -1,4 +1,4 @@
-// Sorting: a click or Enter on a head sorts by it, largest first for numbers; a second one turns the order round.
+// Sorting: a click or Enter on a column head sorts by it, numbers from the largest. A second one reverses the order.
 function setUpTable(table) {
   const body = table.tBodies[0];
   const heads = sortableHeads(table);
@@ -11,7 +11,7 @@ function setUpTable(table) {
     const sign = down ? -1 : 1;
     rows.sort((a, b) => {
       const [one, other] = [keys.get(a), keys.get(b)];
-      if (one === null || other === null) return (one === null) - (other === null); // what is missing stays last
+      if (one === null || other === null) return (one === null) - (other === null); // missing values stay last
       return sign * (numeric ? one - other : String(one).localeCompare(String(other), "en", { numeric: true }));
     });
     body.append(...rows);
@@ -26,7 +26,7 @@ function key(cell) {
   return Number.isNaN(Number(value)) ? value : Number(value);
 }
 
-/** The heads with a button, and the column each stands over, with spans counted in. */
+/** The heads with a button, and the column of each. Spans are counted. */
 function sortableHeads(table) {
   const taken = [];
   const found = [];
