@@ -270,10 +270,11 @@ def _check_tensors(model: nn.Module) -> None:
 def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
     """An optimizer built before would train neither the gains nor, for a copy, the model at all."""
     parameters = {id(p) for p in model.parameters()}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.optim.Optimizer) and any(
-            id(p) in parameters for group in getattr(candidate, "param_groups", ()) for p in group["params"]
-        ):
+    objects = gc.get_objects()
+    # By type, not by isinstance: objects may lie about their class, and a process holds a million of them.
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.optim.Optimizer)}
+    for candidate in [each for each in objects if type(each) in kinds] if kinds else []:
+        if any(id(p) in parameters for group in getattr(candidate, "param_groups", ()) for p in group["params"]):
             lacks = "the parameters that conversion adds" if inplace else "any parameter of the converted copy"
             warnings.warn(
                 f"convert: a {type(candidate).__name__} built before conversion holds parameters of this model, but "

@@ -191,9 +191,9 @@ def _without_work() -> Iterator[None]:
 
     lab = "kalmannorm.lab"
     works = [
-        "train.model_of", "compare.perform", "experiments.speed.time_steps", "bench.step_contenders.Case.batch",
-        "bench.copying.copy_speed", "evaluate._scores", "analyse.layer_statistics", "export.shipped",
-        "report.writing.content",
+        "training.train.model_of", "comparing.compare.perform", "experiments.speed.time_steps",
+        "bench.step_contenders.Case.batch", "bench.copying.copy_speed", "training.evaluate._scores",
+        "analysis.analyse.layer_statistics", "export.shipped", "report.writing.content",
     ]  # fmt: skip
     with contextlib.ExitStack() as patches:
         for name in works:
