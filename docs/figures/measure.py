@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kalmannorm.cli.demo import CHANGES, METHODS, SETTINGS
+from kalmannorm_command.demo import CHANGES, METHODS, SETTINGS
 from kalmannorm.lab.comparing.cells import grid
 from kalmannorm.lab.comparing.compare import run_cells
 from kalmannorm.lab.files.records import Record, Run

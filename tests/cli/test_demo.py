@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli import demo as command
-from kalmannorm.cli.app import run
 from kalmannorm.lab import report
 from kalmannorm.lab.comparing import compare
 from kalmannorm.lab.comparing.compare import FailedCellsError
 from kalmannorm.lab.files.records import Run, find_runs
+from kalmannorm_command import demo as command
+from kalmannorm_command.app import run
 
 METHODS, SETTINGS = command.METHODS, command.SETTINGS
 

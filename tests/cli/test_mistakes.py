@@ -9,7 +9,6 @@ import os
 
 import pytest
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.comparing.cells import grid
 from kalmannorm.lab.errors import DivergedError, LabError
 from kalmannorm.lab.files import checkpoint
@@ -17,6 +16,7 @@ from kalmannorm.lab.files.records import Run, find_runs, write_json
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.saying import said
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)

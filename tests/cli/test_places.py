@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.saying import said
 
 TINY = Recipe(epochs=1, train_examples=64, test_examples=64)

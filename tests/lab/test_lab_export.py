@@ -16,7 +16,6 @@ from torch import nn
 
 from kalmannorm import fold
 from kalmannorm._model.population import set_inference
-from kalmannorm.cli.app import run
 from kalmannorm.lab import export as lab_export
 from kalmannorm.lab import models
 from kalmannorm.lab.errors import LabError
@@ -24,6 +23,7 @@ from kalmannorm.lab.export import export, exported
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 
 EXECUTION = Execution(device="cpu", tensorboard=False)
 

@@ -84,12 +84,3 @@ def option(name: str) -> str:
 def useless(name: str, who: str) -> str:
     """The line that says that a field of a recipe does nothing for a method."""
     return f"{option(name)} does nothing for {who}: leave it out, or choose another method"
-
-
-def nearest(given: str, known: Iterable[str]) -> list[str]:
-    """Of names of options, those that `given` abbreviates (--lr, --dat), else those spelled alike; at most two."""
-    names, word = sorted(known), given.lstrip("-")
-    parts = {name: name.lstrip("-").split("-") for name in names}
-    initials = [name for name in names if len(word) > 1 and "".join(part[:1] for part in parts[name]) == word]
-    begun = [name for name in names if len(word) > 1 and name.lstrip("-").startswith(word)]
-    return (initials or begun or difflib.get_close_matches(given, names, 2))[:2]

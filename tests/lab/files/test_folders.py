@@ -13,7 +13,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.errors import FullDiskError, LabError
 from kalmannorm.lab.files import checkpoint
@@ -23,6 +22,7 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training import launcher
 from kalmannorm.lab.training.fabric import Fabric
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import weights
 from support.saying import said
 

@@ -17,12 +17,12 @@ from safetensors import safe_open
 
 from artefacts.make import EXECUTION, NORMS, RECIPE, net, outputs
 from kalmannorm import BatchKalmanNorm2d
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files import checkpoint
 from kalmannorm.lab.files.records import Run, read_json
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import numbers, weights
 
 STORED = Path(__file__).parents[2] / "artefacts" / "format0"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.comparing.summary import summarize
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files.records import Run, read_json
 from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.report import write
 from kalmannorm.lab.report.collecting import collect
+from kalmannorm_command.app import run as command
 from support.report_runs import make_experiment, make_run
 
 DEEP = '{"a":' * 3000 + "1" + "}" * 3000

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.files import checkpoint
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import ENVIRONMENT, command, kalmannorm, launcher, numbers, weights, workers
 
 STEPS = ["--epochs", "6", "--evaluate-every", "5", "--save-every", "9", "--log-every", "4"]

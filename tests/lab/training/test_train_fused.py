@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.comparing.compare import run_cells
 from kalmannorm.lab.errors import LabError
@@ -24,6 +23,7 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.evaluate import evaluate
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run as command
 from support import lab_runs
 
 PLAIN = Execution(device="cpu", log_every=1, tensorboard=False)

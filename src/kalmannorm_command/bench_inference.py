@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import (
+from kalmannorm_command import bench_output
+from kalmannorm_command.bench_output import (
     AsJson,
     Columns,
     Device,
@@ -21,10 +21,11 @@ from kalmannorm.cli.bench_output import (
     norm_table,
     number,
 )
-from kalmannorm.lab.recipes.setting import MOST_EXAMPLES
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
+
+MOST_IMAGES = 1_000_000
 
 
 def inference(
@@ -38,7 +39,7 @@ def inference(
     layouts: Annotated[str, typer.Option("--layout", help="Of one norm: NHWC, NCHW or both.")] = "NHWC,NCHW",
     dtype: Annotated[str | None, typer.Option("--dtype", help="Of one norm: float32, bf16, fp16.")] = None,
     relu: Annotated[bool, typer.Option("--relu/--no-relu", help="With a ReLU after the norm.")] = True,
-    batch: Annotated[int, typer.Option("--batch", min=2, max=MOST_EXAMPLES, help="Images of a net.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", min=2, max=MOST_IMAGES, help="Images of a net.")] = 32,
     image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
     precision: Annotated[str, typer.Option("--precision", help="Of a net: float32, or bf16 by autocast.")] = "float32",
     channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Of a net.")] = False,

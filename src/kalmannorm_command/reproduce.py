@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import execution_options, recipe_options
-from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.recipes.recipe import Execution
+from kalmannorm_command.options import execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.files.records import Record
+    from kalmannorm.lab.recipes.recipe import Execution
 
 
 @functools.partial(recipe_options, evaluate_every="1, or 20 in a training if that is more often")
@@ -50,6 +49,7 @@ def reproduce(
     Tables show our numbers beside the paper's; runs, record and page lie in one folder. The same command again keeps
     what is finished. docs/experiments.md says what each one costs and where it differs from the paper.
     """
+    from kalmannorm.lab.errors import LabError
     from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
 
     if every:

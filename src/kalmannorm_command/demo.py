@@ -27,12 +27,12 @@ def demo(
 
     Needs no network and no GPU. The same command again keeps what is finished.
     """
-    from kalmannorm.cli.compare import run_and_show
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.recipe import Execution
     from kalmannorm.lab.recipes.setting import Setting
+    from kalmannorm_command.compare import run_and_show
 
     cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], first_seeds(seeds), CHANGES)
     analysed = [name for name, cell in cells if (cell.method, cell.statistics_batch) in ANALYSED and cell.seed == 0]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kalmannorm.cli.options import THREADS
+from kalmannorm_command.options import THREADS
 
 
 def evaluate(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+from kalmannorm_command import bench_output
+from kalmannorm_command.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch

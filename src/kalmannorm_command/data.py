@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kalmannorm_command.commands import Command
+
 if TYPE_CHECKING:
     from kalmannorm.lab.data.source import Source
 
@@ -24,7 +26,7 @@ Root = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 
-@data.command("list")
+@data.command("list", cls=Command)
 def list_sets(root: Root = None, as_json: AsJson = False) -> None:
     """Show every data set: its sizes, where it lies, whether it is ready (by a quick look)."""
     from kalmannorm.lab.data.catalogue import SOURCES
@@ -34,7 +36,7 @@ def list_sets(root: Root = None, as_json: AsJson = False) -> None:
         typer.echo("Get one by kalmannorm data fetch NAME. Any folder with train/ and val/ is a data set: folder:PATH.")
 
 
-@data.command("check")
+@data.command("check", cls=Command)
 def check(
     names: Annotated[list[str] | None, typer.Argument(help="All that are here unless given; folder:PATH too.")] = None,
     root: Root = None,
@@ -54,7 +56,7 @@ def check(
         raise typer.Exit(1)
 
 
-@data.command("fetch")
+@data.command("fetch", cls=Command)
 def fetch(
     names: Annotated[list[str], typer.Argument(help="Of `kalmannorm data list`.")],
     root: Root = None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import typer
 from typer.core import TyperGroup
 
-from kalmannorm.cli.bench_inference import inference
-from kalmannorm.cli.bench_op import op
-from kalmannorm.cli.bench_step import step
+from kalmannorm_command.bench_inference import inference
+from kalmannorm_command.bench_op import op
+from kalmannorm_command.bench_step import step
+from kalmannorm_command.commands import Command
 
 
 class _StepUnlessNamed(TyperGroup):
@@ -22,6 +23,6 @@ bench = typer.Typer(
     help="Time a training step (the default), one norm or inference beside what one would use instead, in one run.",
     cls=_StepUnlessNamed,
 )
-bench.command("step")(step)
-bench.command("op")(op)
-bench.command("inference")(inference)
+bench.command("step", cls=Command)(step)
+bench.command("op", cls=Command)(op)
+bench.command("inference", cls=Command)(inference)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kalmannorm.cli.options import THREADS
+from kalmannorm_command.options import THREADS
 
 LEGEND = """\
 C: channels. q: trust in the mini-batch. prior off: |prior - observed variance| / observed.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
-from kalmannorm.lab.errors import FullDiskError, LabError, option, useless
-from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm_command.options import OWN, given_execution_options, recipe_options
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.recipes.recipe import Recipe
 
 
 @recipe_options
@@ -56,8 +57,10 @@ def train(
     run of the same recipe, it goes on from the last checkpoint, and a finished run is left as it is. So torchrun
     --max-restarts 3 survives the loss of a rank. A run of another recipe is refused.
     """
-    from kalmannorm.cli.progress import Bar, crowded, result_table
+    from kalmannorm.lab.errors import FullDiskError, LabError
+    from kalmannorm.lab.recipes.recipe import Execution
     from kalmannorm.lab.training.launcher import gives_again
+    from kalmannorm_command.progress import Bar, crowded, result_table
 
     own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
@@ -92,6 +95,7 @@ def train(
 def _recipe(
     dataset: str, model: str | None, method: str, setting: str | None, seed: int, changes: dict[str, Any]
 ) -> Recipe:
+    from kalmannorm.lab.errors import LabError, useless
     from kalmannorm.lab.recipes.methods import method as normalizer
     from kalmannorm.lab.recipes.presets import at_setting, changed, preset
     from kalmannorm.lab.recipes.setting import Setting
@@ -107,6 +111,7 @@ def _recipe(
 
 def _resumed(folder: Path, given: list[str]) -> Recipe:
     """What the folder says; how it runs may change, what it computes may not."""
+    from kalmannorm.lab.errors import LabError, option
     from kalmannorm.lab.files.records import Run
 
     if given:
@@ -117,6 +122,7 @@ def _resumed(folder: Path, given: list[str]) -> Recipe:
 
 def _saved_execution(folder: Path) -> dict[str, Any]:
     """How it ran before, but for the device, which may be another now, and more threads than this machine allows."""
+    from kalmannorm.lab.errors import LabError
     from kalmannorm.lab.files.records import Run
     from kalmannorm.lab.machine.devices import check_threads
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import typer
-
-from kalmannorm.lab.errors import LabError, nearest
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Of whichever click typer runs on, its own copy or the package."""
@@ -16,6 +15,10 @@ LONGEST = 4096
 """Characters of a word: no path is longer."""
 SYNONYMS = {"--batch-size": "--setting"}
 """What other programs call an option that has no similar name here."""
+
+
+class RefusedError(Exception):
+    """A word on the command line that no option takes. The message is shown as one line."""
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -26,7 +29,7 @@ def check_words(words: Sequence[str]) -> None:
         option = attached[0][:-1] if attached else before if before.startswith("-") else ""
         fault = _fault(value)
         if fault:
-            raise LabError(f"{option or 'an argument'} {fault}")
+            raise RefusedError(f"{option or 'an argument'} {fault}")
 
 
 def _fault(word: str) -> str | None:
@@ -58,5 +61,14 @@ def _meant(option: str, context: typer.Context | None) -> str:
     parameters = context.command.params if context is not None else []
     known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     synonym = SYNONYMS.get(option)
-    close = [synonym] if synonym in known else nearest(option, [name for name in known if name.startswith("--")])
+    close = [synonym] if synonym in known else _nearest(option, [name for name in known if name.startswith("--")])
     return f": did you mean {' or '.join(map(str, close))}?" if close else "."
+
+
+def _nearest(given: str, known: Iterable[str]) -> list[str]:
+    """Of names of options, those that `given` abbreviates (--lr, --dat), else those spelled alike; at most two."""
+    names, word = sorted(known), given.lstrip("-")
+    parts = {name: name.lstrip("-").split("-") for name in names}
+    initials = [name for name in names if len(word) > 1 and "".join(part[:1] for part in parts[name]) == word]
+    begun = [name for name in names if len(word) > 1 and name.lstrip("-").startswith(word)]
+    return (initials or begun or difflib.get_close_matches(given, names, 2))[:2]

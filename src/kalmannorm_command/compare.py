@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import OWN, execution_options, recipe_options
-from kalmannorm.lab.errors import LabError, useless
-from kalmannorm.lab.recipes.recipe import Execution
+from kalmannorm_command.options import OWN, execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.comparing.cells import Cell
     from kalmannorm.lab.files.records import Run
+    from kalmannorm.lab.recipes.recipe import Execution
 
 
 @recipe_options
@@ -58,6 +57,7 @@ def compare(
     """
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
+    from kalmannorm.lab.errors import LabError, useless
     from kalmannorm.lab.recipes.methods import method
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.setting import Setting
@@ -78,6 +78,8 @@ def compare(
 
 
 def _names(text: str) -> list[str]:
+    from kalmannorm.lab.errors import LabError
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise LabError("--methods names none: give some, such as bn,bkn")
