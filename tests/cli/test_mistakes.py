@@ -18,6 +18,7 @@ from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
 
@@ -66,6 +67,15 @@ def test_mistakes_in_train(capsys, tmp_path, monkeypatch, arguments, expected):
     monkeypatch.chdir(tmp_path)
     assert expected in said(capsys, "train", *arguments)
     assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("resnet5O", "resnet50"), ("digit-net", "digits-net")])
+def test_an_unknown_model_of_a_comparison(capsys, tmp_path, monkeypatch, name, meant):
+    """Refused before a worker starts."""
+    monkeypatch.chdir(tmp_path)
+    line = said(capsys, "compare", "--model", name)
+    assert f"unknown model {name!r}; did you mean {meant!r}?" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_settings():
@@ -207,13 +217,7 @@ def test_a_large_seed_and_a_file_in_the_way(capsys, tmp_path):
 
 def interrupted(folder):
     """A run with checkpoints at steps 2 and 4."""
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, Execution(save_every=2, log_every=1), watch=crash)
+    train_until(5, TINY, folder, Execution(save_every=2, log_every=1))
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000002", "step-00000004"]
 
 

@@ -25,6 +25,7 @@ from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
 from support.lab_runs import numbers, weights
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=2, gradient_batch=16, train_examples=48, test_examples=32, width=0.1)
 PLAIN = Execution(device="cpu", tensorboard=False, save_every=2, log_every=1)
@@ -40,15 +41,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
     """Stopped in its fifth step of six, with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("runs") / "unfinished"
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, PLAIN, watch=crash)
-    return folder
+    return train_until(5, TINY, tmp_path_factory.mktemp("runs") / "unfinished", PLAIN)
 
 
 @pytest.fixture
@@ -221,13 +214,7 @@ def test_strays_among_the_checkpoints(capsys, broken, finished):
 def test_a_checkpoint_ahead_of_the_run_goes_when_it_saves(broken):
     """It was damaged; kept, it would push a good one out."""
     flip(broken / "checkpoint" / "step-00000004" / "resume.pt")
-
-    def stop(event):
-        if event.get("step") == 4:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, broken, dataclasses.replace(PLAIN, save_every=3), resume=True, watch=stop)
+    train_until(4, TINY, broken, dataclasses.replace(PLAIN, save_every=3), resume=True)
     assert [path.name for path in checkpoint.checkpoints(broken)] == ["step-00000002", "step-00000003"]
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -25,20 +26,10 @@ from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
 from support.lab_runs import weights
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
 PLAIN = Execution(tensorboard=False)
-
-
-def stopped(folder):
-    """At step 5 of 8, with its last checkpoint at step 4."""
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, dataclasses.replace(PLAIN, save_every=2, log_every=1), watch=crash)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +41,9 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "unfinished"
-    stopped(folder)
-    return folder
+    """Stopped at step 5 of 8, with its last checkpoint at step 4."""
+    execution = dataclasses.replace(PLAIN, save_every=2, log_every=1)
+    return train_until(5, TINY, tmp_path_factory.mktemp("runs") / "unfinished", execution)
 
 
 def test_a_folder_that_is_taken(capsys, finished, unfinished):
@@ -170,8 +161,9 @@ def test_a_restart_waits_for_the_lock(given_again, tmp_path, monkeypatch):
         if len(waits) == 3:
             holder.close()
 
-    monkeypatch.setattr("kalmannorm.lab.files.lock.time.sleep", sleep)
-    assert train(TINY, folder, PLAIN)["steps"] == 8
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "sleep", sleep)  # which filelock calls between two attempts
+        assert train(TINY, folder, PLAIN)["steps"] == 8
     assert len(waits) == 3
     monkeypatch.setattr("kalmannorm.lab.training.train.PATIENCE", 0.2)
     with locked(tmp_path / "other"), pytest.raises(LabError, match="another process is at work"):

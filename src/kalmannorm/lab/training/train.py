@@ -261,8 +261,8 @@ class Training:
         except ValueError as error:  # a group with a single value per channel, as batch norm says of a 1×1 map
             raise LabError(f"{self.recipe.model} cannot be trained at {self.recipe.setting}: {error}") from error
         self.optimizer.step()
-        self.averages["loss"].add(loss)
-        self.averages["accuracy"].add(100 * accuracy)
+        self.averages["loss"].update(loss)
+        self.averages["accuracy"].update(100 * accuracy)
         self.done += 1
 
     def _finish_on_population(self) -> None:
@@ -277,7 +277,7 @@ class Training:
 
     def _since_logged(self) -> Record:
         """Averages since the last event, of this rank; waits for the device."""
-        values = {name: average.here() for name, average in self.averages.items()}
+        values = {name: average.of_this_rank() for name, average in self.averages.items()}
         step, seconds = self.logged
         images = (self.done - step) * self.recipe.gradient_batch
         return {**values, "images_per_second": round(images / max(self.stopwatch.seconds - seconds, 1e-9), 2)}
@@ -285,8 +285,7 @@ class Training:
     def _log(self) -> None:
         values = self._since_logged()
         for name, average in self.averages.items():
-            total, count = average.joined(self.fabric).tolist()
-            values[name] = total / count
+            values[name] = average.of_all_ranks()
             average.reset()
         seconds = self.stopwatch.seconds
         self.speeds.append(values["images_per_second"])
@@ -341,7 +340,7 @@ class Training:
         return result
 
     def _save(self) -> None:
-        averages = {name: average.of_ranks(self.fabric) for name, average in self.averages.items()}
+        averages = {name: average.sums_of_ranks(self.fabric) for name, average in self.averages.items()}
         if self.first:
             state = {
                 "step": self.done,
