@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # which wraps paragraphs anew, for a terminal of any width
+    rich_markup_mode="markdown",  # wraps paragraphs to the width of the terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo", cls=Command)(demo)
@@ -51,10 +51,11 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def everything(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and nothing else.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the versions of kalmannorm and torch."),
     ] = False,
 ) -> None:
-    """Train, compare and look at normalizers when only 1 to 8 examples share their statistics."""
+    """Train, compare and analyse normalizers for batches of 1 to 8 examples per device."""
 
 
 def run(arguments: list[str] | None = None) -> int:

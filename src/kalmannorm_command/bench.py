@@ -1,4 +1,4 @@
-"""`kalmannorm bench step|op|inference`; without one of these words, step."""
+"""`kalmannorm bench step|op|inference`. Without one of these words, it is step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmannorm_command.commands import Command
 
 
 class _StepUnlessNamed(TyperGroup):
-    def parse_args(self, ctx, args):  # type: ignore[no-untyped-def] # click's own types are not exported
+    def parse_args(self, ctx, args):  # type: ignore[no-untyped-def] # typer does not export click's types
         help_wanted = args[:1] in (["-h"], ["--help"])
         if not help_wanted and (not args or args[0].startswith("-")):
             args = ["step", *args]
@@ -20,7 +20,7 @@ class _StepUnlessNamed(TyperGroup):
 
 
 bench = typer.Typer(
-    help="Time a training step (the default), one norm or inference beside what one would use instead, in one run.",
+    help="Time a training step (the default), one norm, or inference, beside BatchNorm in the same run.",
     cls=_StepUnlessNamed,
 )
 bench.command("step", cls=Command)(step)

@@ -140,7 +140,7 @@ def test_where_nothing_could_run_only_the_reason_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--methods", ","], "--methods names none"),
+        (["--methods", ","], "--methods is empty"),
         (["--methods", "bn,xx"], "unknown method 'xx'"),
         (["--settings", "64,3"], "does not divide"),
         (["--dataset", "digitz"], "did you mean 'digits'"),

@@ -54,9 +54,9 @@ TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
         (["--device", "cuda:99"], "--device cpu"),
         (["--cuda-graph", "--device", "cpu"], "--cuda-graph"),
         (["--dataset", "folder:/nowhere"], "there is no folder /nowhere"),
-        (["--method", "gn", "--gain", "0.5"], "--gain does nothing for GN: leave it out"),
-        (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs does nothing for GN"),
-        (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is of sgd"),
+        (["--method", "gn", "--gain", "0.5"], "--gain has no effect on GN: leave it out"),
+        (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs has no effect on GN"),
+        (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is an option of sgd"),
         (["--threads", "0"], "--threads must be a whole number from 1"),
         (["--resume", "nowhere"], "there is no folder nowhere"),
         (["--resume", "nowhere", "--epochs", "3"], "leave out --epochs"),
@@ -89,9 +89,9 @@ def test_options_are_for_the_methods_that_take_them(capsys):
     taken = {cell.method: (cell.gain, cell.finish_epochs) for _, cell in cells}
     assert taken == {"bn": (None, 2), "gn": (None, 0), "bkn": (0.7, 2), "bkn-learned": (0.7, 2)}
     line = said(capsys, "compare", "--methods", "bn,gn", "--gain", "0.7")
-    assert "--gain does nothing for any of these methods" in line
+    assert "--gain has no effect on any of these methods" in line
     for recipe in (Recipe(method="bn", gain=0.7), Recipe(method="gn", finish_epochs=1)):
-        with pytest.raises(LabError, match=f"does nothing for {recipe.method.upper()}"):
+        with pytest.raises(LabError, match=f"has no effect on {recipe.method.upper()}"):
             recipe.checked()
 
 
@@ -183,7 +183,7 @@ def test_a_stale_checkpoint_is_not_continued(tmp_path):
     [
         ("recipe.json", '{"recipe": {"model": 1}}', "model cannot be 1"),
         ("recipe.json", '{"recipe": {"epochs": "x"}}', "epochs cannot be 'x'"),
-        ("recipe.json", '{"recipe": {"statistics_batch": 0}}', "must hold positive numbers"),
+        ("recipe.json", '{"recipe": {"statistics_batch": 0}}', "must have positive numbers"),
         ("recipe.json", '{"recipe": {}, "execution": [1]}', "is damaged"),
         ("recipe.json", '{"recipe": {}, "execution": {"threads": "many"}}', "threads cannot be 'many'"),
         ("recipe.json", '{"recipe": {}, "execution": {"save_every": [2]}}', "save_every cannot be [2]"),

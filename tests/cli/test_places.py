@@ -89,7 +89,7 @@ def test_what_is_no_regular_file_is_not_replaced(capsys, finished, tmp_path, no_
     ]
     for out in (fifo, tmp_path):
         said(capsys, *words, "-o", str(out))
-    assert "is no regular file" in said(capsys, *words, "-o", str(fifo))
+    assert "is not a regular file" in said(capsys, *words, "-o", str(fifo))
     assert fifo.is_fifo()
 
 

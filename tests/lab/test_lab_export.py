@@ -214,4 +214,4 @@ def test_without_onnx_or_its_runtime(runs, tmp_path, monkeypatch, capsys, missin
         assert "ONNX needs onnxscript: pip install 'kalmannorm[onnx]'" in said.err
     else:
         assert status == 0
-        assert "not compared, for onnxruntime is missing" in said.out
+        assert "not compared: onnxruntime is missing" in said.out

@@ -49,7 +49,7 @@ def unfinished(tmp_path_factory):
 def test_a_folder_that_is_taken(capsys, finished, unfinished):
     line = said(capsys, "train", "--out", str(finished))
     assert "holds a finished run: give another --out" in line and "--resume" not in line
-    assert f"go on with it by --resume {unfinished}" in said(capsys, "train", "--out", str(unfinished))
+    assert f"resume it with --resume {unfinished}" in said(capsys, "train", "--out", str(unfinished))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_other_mistakes_come_before_a_taken_folder(capsys, finished, arguments, 
 def test_a_finished_run_that_is_resumed_says_so(capsys, finished):
     assert run(["train", "--resume", str(finished)]) == 0
     out, err = capsys.readouterr()
-    assert "8 steps" in out and err == f"{finished} was finished already: nothing is trained\n"
+    assert "8 steps" in out and err == f"{finished} is already finished: nothing to train\n"
     assert run(["train", "--resume", str(finished), "--json"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -114,7 +114,7 @@ def test_who_gives_a_command_again(monkeypatch):
     ):
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
-            assert launcher.gives_again() is again, name
+            assert launcher.repeats_commands() is again, name
 
 
 @pytest.mark.parametrize("left", ["checkpoint", "recipe", "half a recipe", "half a checkpoint", "nothing"])
@@ -136,7 +136,7 @@ def test_a_launcher_goes_on_by_the_same_command(given_again, capsys, finished, u
         assert torch.equal(weights(folder)[name], value), name
     capsys.readouterr()
     assert run(["train", *OPTIONS, "--out", str(folder)]) == 0
-    assert capsys.readouterr().err == f"{folder} was finished already: nothing is trained\n"
+    assert capsys.readouterr().err == f"{folder} is already finished: nothing to train\n"
 
 
 def test_a_launcher_is_refused_another_recipe(given_again, capsys, unfinished):
@@ -147,7 +147,7 @@ def test_a_launcher_is_refused_another_recipe(given_again, capsys, unfinished):
 def test_a_person_is_asked(monkeypatch, capsys, unfinished):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     line = said(capsys, "train", *OPTIONS, "--out", str(unfinished))
-    assert f"holds an unfinished run: go on with it by --resume {unfinished}" in line
+    assert f"holds an unfinished run: resume it with --resume {unfinished}" in line
 
 
 def test_a_restart_waits_for_the_lock(given_again, tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_run_that_ends_while_a_restart_waits_is_left_as_it_is(given_again, tmp
 def test_ranks_that_do_not_share_a_folder(unfinished, tmp_path, monkeypatch):
     shutil.copytree(unfinished, tmp_path / "run")
     monkeypatch.setattr(Fabric, "all_gather", lambda self, own: torch.stack([own, torch.zeros_like(own)]))
-    with pytest.raises(LabError, match=r"of steps 0, 4: give an --out on a disk that all of them share"):
+    with pytest.raises(LabError, match=r"of steps 0, 4: give an --out on a disk that all ranks share"):
         train(TINY, tmp_path / "run", PLAIN, resume=True)
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk_says_which_command_goes_on(capsys, tmp_path, full_disk):
     assert "free some, then run the same command again" in line and "--resume" not in line
     full_disk(lambda: checkpoint.checkpoints(folder))
     line = said(capsys, "train", *options)
-    assert line.strip().endswith(f"free some, then go on with: kalmannorm train --resume {folder}")
+    assert line.strip().endswith(f"free some, then resume with: kalmannorm train --resume {folder}")
     full_disk(lambda: False)
     assert run(["train", "--resume", str(folder)]) == 0
 
@@ -256,7 +256,7 @@ def test_event_files_on_a_full_disk(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     line = said(capsys, "train", "--epochs", "1", "--train-examples", "128", "--out", str(tmp_path / "run"), "--json")
     assert line == (
-        f"kalmannorm: no space left in {tmp_path / 'run'}: free some, then go on with: "
+        f"kalmannorm: no space left in {tmp_path / 'run'}: free some, then resume with: "
         f"kalmannorm train --resume {tmp_path / 'run'}\n"
     )
 
