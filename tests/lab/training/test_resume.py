@@ -67,7 +67,7 @@ def test_a_second_signal_stops_at_once_and_keeps_what_was_saved(tmp_path):
             time.sleep(1.1)
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted, match="at once; --resume goes on"):
+    with pytest.raises(Interrupted, match="at once; --resume continues"):
         train(recipe, tmp_path / "run", Execution(save_every=2, log_every=1), watch=impatient)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000002"]
 
