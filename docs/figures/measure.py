@@ -24,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kalmannorm.cli.demo import CHANGES, METHODS, SETTINGS
 from kalmannorm.lab.comparing.cells import grid
 from kalmannorm.lab.comparing.compare import run_cells
 from kalmannorm.lab.files.records import Record, Run
 from kalmannorm.lab.recipes.presets import preset
 from kalmannorm.lab.recipes.recipe import Execution
 from kalmannorm.lab.recipes.setting import Setting
+from kalmannorm_command.demo import CHANGES, METHODS, SETTINGS
 
 RECORDS = Path(__file__).parent / "records"
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -1,24 +1,25 @@
-"""The console script, outside of the package: to import that takes seconds, and a Ctrl-C in them is no traceback."""
+"""The command `kalmannorm`: one file per subcommand, in a package beside the library.
+
+`import kalmannorm` imports torch, which takes seconds. A module `kalmannorm.x` cannot avoid that, because Python
+imports the package first. This package imports the library only after typer has parsed the command line. Therefore
+`--help`, `--version` and typing errors answer at once.
+
+The library itself does not import lazily. Whoever writes `import kalmannorm` needs torch anyway. An eager import also
+registers the custom ops, which a program saved by `torch.export` in training mode looks up when it is loaded.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-from types import FrameType
+import sys
+
+from kalmannorm_command.interrupts import ending_at_once
 
 
 def main() -> None:
-    """The command `kalmannorm`; until it is loaded, an interruption ends it at once, in one line."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where signals are ignored, as behind nohup
-        signal.signal(signal.SIGINT, _end)
-    from kalmannorm.cli import main as command
-
-    signal.signal(signal.SIGINT, before)
-    command()
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # No exception: whoever is importing might take it for a failure of his own. Nothing is under way yet.
-    os.write(2, b"kalmannorm: interrupted\n")
-    os._exit(130)
+    """Run the command line. A user's mistake ends in one line and status 2, a Ctrl-C in one line and status 130."""
+    try:
+        with ending_at_once():
+            from kalmannorm_command.app import run
+    except ModuleNotFoundError as error:
+        sys.exit(f"kalmannorm: {error.name} is missing. The command needs the lab: pip install 'kalmannorm[lab]'")
+    sys.exit(run())

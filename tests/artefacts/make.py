@@ -21,9 +21,9 @@ from torch import nn
 
 import kalmannorm
 from kalmannorm._model.population import norms
-from kalmannorm.cli.app import run
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 
 RECIPE = Recipe(
     method="bkn-learned",

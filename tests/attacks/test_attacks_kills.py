@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kalmannorm.cli.app import run
+from kalmannorm_command.app import run
 from support.attacks import kills
 
 OPTIONS = [
@@ -28,7 +28,7 @@ class Forked:
     def __init__(self, folder: Path, ranks: int, *, resume: bool = False) -> None:
         words = ["train", *(["--resume", str(folder)] if resume else [*OPTIONS, "--out", str(folder)])]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["kalmannorm.cli.app", "kalmannorm.lab.training.train", "support.lab_runs"])
+        context.set_forkserver_preload(["kalmannorm_command.app", "kalmannorm.lab.training.train", "support.lab_runs"])
         self._process = context.Process(target=inside, args=(words, folder.with_name(f"{folder.name}.stderr")))
         self._process.start()
         self.pid = self._process.pid

@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.bench.turns import check_rounds
 from kalmannorm.lab.comparing.pool import seats
@@ -18,6 +17,7 @@ from kalmannorm.lab.recipes.recipe import BOUNDS, Execution, Recipe
 from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.loading import data_of
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run as command
 from support.saying import said
 
 TINY = Recipe(epochs=1, train_examples=64, test_examples=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 import typer
 
 import kalmannorm
-from kalmannorm.cli.app import app, run
-from kalmannorm.cli.options import _EXECUTION, _RECIPE
 from kalmannorm.lab.recipes.presets import PRESETS
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm_command import main
+from kalmannorm_command.app import app, run
+from kalmannorm_command.options import EXECUTION, OWN, RECIPE, Shared
 from support.saying import said
 
 COMMANDS = typer.main.get_command(app).commands
@@ -68,24 +71,70 @@ def test_the_lines_of_a_help_end_where_the_terminal_does(capsys, monkeypatch, na
 @pytest.mark.parametrize("command", ["train", "compare", "reproduce"])
 def test_every_option_says_its_default(capsys, monkeypatch, command):
     lines = help_of(capsys, monkeypatch, command).splitlines()
-    for _, _, flag, _ in (*_RECIPE, *_EXECUTION):
-        (line,) = (line for line in lines if re.search(rf"{flag.split('/')[0]} ", line))
+    for each in (*RECIPE, *EXECUTION):
+        (line,) = (line for line in lines if re.search(rf"{each.flag.split('/')[0]} ", line))
         assert re.search(r"\[default: \S.*\]", line), line
 
 
-def test_defaults_are_those_that_a_run_has(capsys, monkeypatch):
+def default_text(each: Shared, value: object) -> str | None:
+    """How the help has to write a default; None where it explains what no value means."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return each.flag.split("/")[0 if value else 1].removeprefix("--")
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+@pytest.mark.parametrize("each", RECIPE, ids=lambda each: each.name)
+def test_defaults_of_a_recipe_are_those_that_a_run_has(each):
     """Where data sets differ the help says no number, where they agree it says theirs."""
-    shown = help_of(capsys, monkeypatch, "train")
-    recipes = list(PRESETS.values())
-    for name, _, flag, _ in _RECIPE:
-        (found,) = re.findall(rf"{flag.split('/')[0]} .*\[default: (.*?)\]", shown)
-        values = {getattr(recipe, name) for recipe in recipes}
-        if len(values) > 1:
-            assert found == "the data set's own"
-        elif isinstance(value := values.pop(), float):
-            assert float(found.split()[0]) == value
-        elif isinstance(value, bool):
-            assert found == flag.split("/")[0 if value else 1].removeprefix("--")
+    values = {getattr(recipe, each.name) for recipe in PRESETS.values()}
+    if len(values) > 1:
+        assert each.default == OWN
+    elif (expected := default_text(each, values.pop())) is not None:
+        assert each.default.split()[0] == expected
+
+
+@pytest.mark.parametrize("each", EXECUTION, ids=lambda each: each.name)
+def test_defaults_of_an_execution_are_those_that_a_run_has(each):
+    expected = default_text(each, getattr(Execution(), each.name))
+    assert expected is None or each.default == expected
+
+
+def test_options_are_fields():
+    named = {field.name for field in dataclasses.fields(Recipe)} - {each.name for each in RECIPE}
+    # The width has no option. Every command spells out the others by itself.
+    assert named == {"model", "dataset", "method", "gradient_batch", "statistics_batch", "seed", "width"}
+    assert {field.name for field in dataclasses.fields(Execution)} == {each.name for each in EXECUTION}
+
+
+HELP = """
+import contextlib, io, sys
+import typer
+from kalmannorm_command import main
+from kalmannorm_command.app import app, run
+
+def every(command, words=()):
+    yield [*words, "--help"]
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every(inner, (*words, name))
+
+lines = [*every(typer.main.get_command(app)), ["--version"], ["train", "--lr", "1"], ["tran"], ["train", "--seed", "x"]]
+for words in lines:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run(words)
+    loaded = {"torch", "kalmannorm", "numpy", "matplotlib", "scipy", "lightning_fabric"} & set(sys.modules)
+    if loaded:
+        sys.exit(f"{' '.join(words)} imports {', '.join(sorted(loaded))}")
+print(len(lines))
+"""
+
+
+def test_no_help_and_no_typing_error_imports_the_library():
+    """`import torch` takes seconds."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) > 4 + len(COMMANDS)
 
 
 def test_the_documented_defaults_of_the_data_sets():
@@ -112,10 +161,10 @@ main()
 
 
 @pytest.mark.parametrize(
-    "module", ["torch", "typer", "kalmannorm.lab.training.train"], ids=["package", "command line", "command"]
+    "module", ["typer", "torch", "kalmannorm.lab.training.train"], ids=["command line", "library", "command"]
 )
 def test_interrupted_while_it_imports(tmp_path, module):
-    """Most of the first seconds are spent on imports: before the command line is there, and in the command."""
+    """Most of the first seconds are spent on imports: of the command line, of torch and of what the command needs."""
     code = INTERRUPTED.format(module=module)
     done = subprocess.run(
         [sys.executable, "-c", code, "train", "--epochs", "1"], capture_output=True, text=True, cwd=tmp_path
@@ -127,12 +176,15 @@ def test_interrupted_while_it_imports(tmp_path, module):
 @pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["heeded", "ignored"])
 def test_interrupts_are_as_before_once_it_runs(before, monkeypatch):
     found = []
-    monkeypatch.setattr("kalmannorm.cli.main", lambda: found.append(signal.getsignal(signal.SIGINT)))
-    from kalmannorm_command import main
-
+    monkeypatch.setattr(
+        "kalmannorm.lab.report.collecting.collect", lambda _: found.append(signal.getsignal(signal.SIGINT))
+    )
+    monkeypatch.setattr("kalmannorm.lab.report.writing.write_collected", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["kalmannorm", "report", "runs"])
     own = signal.signal(signal.SIGINT, before)
     try:
-        main()
+        with pytest.raises(SystemExit) as ended:
+            main()
     finally:
         signal.signal(signal.SIGINT, own)
-    assert found == [before]
+    assert found == [before] and ended.value.code == 0

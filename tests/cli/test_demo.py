@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli import demo as command
-from kalmannorm.cli.app import run
 from kalmannorm.lab import report
 from kalmannorm.lab.comparing import compare
 from kalmannorm.lab.comparing.compare import FailedCellsError
 from kalmannorm.lab.files.records import Run, find_runs
+from kalmannorm_command import demo as command
+from kalmannorm_command.app import run
 
 METHODS, SETTINGS = command.METHODS, command.SETTINGS
 
@@ -140,7 +140,7 @@ def test_where_nothing_could_run_only_the_reason_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--methods", ","], "--methods names none"),
+        (["--methods", ","], "--methods is empty"),
         (["--methods", "bn,xx"], "unknown method 'xx'"),
         (["--settings", "64,3"], "does not divide"),
         (["--dataset", "digitz"], "did you mean 'digits'"),

@@ -9,7 +9,6 @@ import os
 
 import pytest
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.comparing.cells import grid
 from kalmannorm.lab.errors import DivergedError, LabError
 from kalmannorm.lab.files import checkpoint
@@ -17,7 +16,9 @@ from kalmannorm.lab.files.records import Run, find_runs, write_json
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
 
@@ -53,9 +54,9 @@ TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
         (["--device", "cuda:99"], "--device cpu"),
         (["--cuda-graph", "--device", "cpu"], "--cuda-graph"),
         (["--dataset", "folder:/nowhere"], "there is no folder /nowhere"),
-        (["--method", "gn", "--gain", "0.5"], "--gain does nothing for GN: leave it out"),
-        (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs does nothing for GN"),
-        (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is of sgd"),
+        (["--method", "gn", "--gain", "0.5"], "--gain has no effect on GN: leave it out"),
+        (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs has no effect on GN"),
+        (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is an option of sgd"),
         (["--threads", "0"], "--threads must be a whole number from 1"),
         (["--resume", "nowhere"], "there is no folder nowhere"),
         (["--resume", "nowhere", "--epochs", "3"], "leave out --epochs"),
@@ -66,6 +67,15 @@ def test_mistakes_in_train(capsys, tmp_path, monkeypatch, arguments, expected):
     monkeypatch.chdir(tmp_path)
     assert expected in said(capsys, "train", *arguments)
     assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("resnet5O", "resnet50"), ("digit-net", "digits-net")])
+def test_an_unknown_model_of_a_comparison(capsys, tmp_path, monkeypatch, name, meant):
+    """Refused before a worker starts."""
+    monkeypatch.chdir(tmp_path)
+    line = said(capsys, "compare", "--model", name)
+    assert f"unknown model {name!r}; did you mean {meant!r}?" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_settings():
@@ -79,9 +89,9 @@ def test_options_are_for_the_methods_that_take_them(capsys):
     taken = {cell.method: (cell.gain, cell.finish_epochs) for _, cell in cells}
     assert taken == {"bn": (None, 2), "gn": (None, 0), "bkn": (0.7, 2), "bkn-learned": (0.7, 2)}
     line = said(capsys, "compare", "--methods", "bn,gn", "--gain", "0.7")
-    assert "--gain does nothing for any of these methods" in line
+    assert "--gain has no effect on any of these methods" in line
     for recipe in (Recipe(method="bn", gain=0.7), Recipe(method="gn", finish_epochs=1)):
-        with pytest.raises(LabError, match=f"does nothing for {recipe.method.upper()}"):
+        with pytest.raises(LabError, match=f"has no effect on {recipe.method.upper()}"):
             recipe.checked()
 
 
@@ -173,7 +183,7 @@ def test_a_stale_checkpoint_is_not_continued(tmp_path):
     [
         ("recipe.json", '{"recipe": {"model": 1}}', "model cannot be 1"),
         ("recipe.json", '{"recipe": {"epochs": "x"}}', "epochs cannot be 'x'"),
-        ("recipe.json", '{"recipe": {"statistics_batch": 0}}', "must hold positive numbers"),
+        ("recipe.json", '{"recipe": {"statistics_batch": 0}}', "must have positive numbers"),
         ("recipe.json", '{"recipe": {}, "execution": [1]}', "is damaged"),
         ("recipe.json", '{"recipe": {}, "execution": {"threads": "many"}}', "threads cannot be 'many'"),
         ("recipe.json", '{"recipe": {}, "execution": {"save_every": [2]}}', "save_every cannot be [2]"),
@@ -207,13 +217,7 @@ def test_a_large_seed_and_a_file_in_the_way(capsys, tmp_path):
 
 def interrupted(folder):
     """A run with checkpoints at steps 2 and 4."""
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, Execution(save_every=2, log_every=1), watch=crash)
+    train_until(5, TINY, folder, Execution(save_every=2, log_every=1))
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000002", "step-00000004"]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.saying import said
 
 TINY = Recipe(epochs=1, train_examples=64, test_examples=64)
@@ -31,11 +31,11 @@ def no_work(monkeypatch):
         raise AssertionError("the place should have been looked at before")
 
     for name in (
-        "train.Training",
-        "compare.perform",
+        "training.train.Training",
+        "comparing.compare.perform",
         "report.writing.content",
         "export.shipped",
-        "analyse.variance_gap",
+        "analysis.analyse.variance_gap",
     ):
         monkeypatch.setattr(f"kalmannorm.lab.{name}", reached)
     monkeypatch.setattr("kalmannorm.lab.training.evaluate._scores", reached)
@@ -89,7 +89,7 @@ def test_what_is_no_regular_file_is_not_replaced(capsys, finished, tmp_path, no_
     ]
     for out in (fifo, tmp_path):
         said(capsys, *words, "-o", str(out))
-    assert "is no regular file" in said(capsys, *words, "-o", str(fifo))
+    assert "is not a regular file" in said(capsys, *words, "-o", str(fifo))
     assert fifo.is_fifo()
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run as command
-from kalmannorm.cli.compare import _show
-from kalmannorm.cli.progress import result_table
 from kalmannorm.lab import report
 from kalmannorm.lab.files.records import Run, read_json, write_json
 from kalmannorm.lab.recipes.recipe import Recipe
+from kalmannorm_command.app import run as command
+from kalmannorm_command.compare import _show
+from kalmannorm_command.progress import result_table
 from support.report_runs import make_run
 
 

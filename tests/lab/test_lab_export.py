@@ -16,7 +16,6 @@ from torch import nn
 
 from kalmannorm import fold
 from kalmannorm._model.population import set_inference
-from kalmannorm.cli.app import run
 from kalmannorm.lab import export as lab_export
 from kalmannorm.lab import models
 from kalmannorm.lab.errors import LabError
@@ -24,6 +23,7 @@ from kalmannorm.lab.export import export, exported
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 
 EXECUTION = Execution(device="cpu", tensorboard=False)
 
@@ -214,4 +214,4 @@ def test_without_onnx_or_its_runtime(runs, tmp_path, monkeypatch, capsys, missin
         assert "ONNX needs onnxscript: pip install 'kalmannorm[onnx]'" in said.err
     else:
         assert status == 0
-        assert "not compared, for onnxruntime is missing" in said.out
+        assert "not compared: onnxruntime is missing" in said.out

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kalmannorm
+import kalmannorm_command
 
 ROOT = Path(kalmannorm.__file__).parent
 # The floors of the house. A room may import from the floors before its own, and from nothing else but itself.
@@ -31,10 +32,9 @@ FLOORS = [
     {"lab.bench", "lab.analysis", "lab.export"},
     {"lab.comparing"},
     {"lab.experiments"},
-    {"cli"},
     {"__main__"},
 ]
-WITH_EXTRAS = {"lab", "cli", "__main__"}
+WITH_EXTRAS = {"lab", "__main__"}
 """What needs more than torch, and is never imported by what does not."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -104,6 +104,28 @@ def test_the_core_needs_torch_alone(module):
             assert package in allowed or package in sys.stdlib_module_names, f"{path.name}: {name}"
 
 
+COMMANDS = Path(kalmannorm_command.__file__).parent
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_library_does_not_import_the_command_line(module):
+    text = FILES[module].read_text(encoding="utf-8")
+    assert module == "__main__" or ("import kalmannorm_command" not in text and "from kalmannorm_command" not in text)
+
+
+@pytest.mark.parametrize("path", sorted(COMMANDS.glob("*.py")), ids=lambda path: path.stem)
+def test_the_command_line_imports_the_library_inside_functions(path):
+    """So that it answers --help without torch. `progress` is itself imported inside functions."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+    allowed = {"typer", "kalmannorm_command"} | ({"kalmannorm", "rich", "torch"} if path.stem == "progress" else set())
+    assert not names - allowed - sys.stdlib_module_names
+
+
 def test_importing_does_not_load_the_compiler():
     """`torch._dynamo` takes two seconds to import. Users who do not compile must not wait for it."""
     code = "import sys, kalmannorm; assert 'torch._dynamo' not in sys.modules"
@@ -121,7 +143,7 @@ def test_the_architecture_page_lists_every_file_and_no_other():
     repository = Path(__file__).parents[2]
     page = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/.]+\.py)(?:::\w+)?`", page))
-    modules = [path for path in FILES.values() if not path.name.startswith("__") and path.parent.name != "cli"]
+    modules = [path for path in FILES.values() if not path.name.startswith("__")]
     unnamed = [path.relative_to(ROOT) for path in modules if not any(path.as_posix().endswith(f"/{n}") for n in named)]
     assert not unnamed
     everything = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kalmannorm.cli.app import run
+from kalmannorm_command.app import run
 
 
 def said(capsys, *arguments: str, status: int = 2) -> str:

@@ -1,6 +1,6 @@
-"""What numbers an option may be given: checked before any work, and told in words that name the option as it is typed.
+"""Ranges of numeric options, checked before any work. Error messages name the option as the user types it.
 
-Bounds are wide: they keep out what no run can mean, or what the code that computes with it cannot hold.
+The ranges are wide. They exclude numbers that make no sense in any run, and numbers that overflow in the computation.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from kalmannorm.lab.errors import LabError, option
 
 
 class Bounds(NamedTuple):
-    """From `least` to `most`, both included; `words` say so."""
+    """A range from `least` to `most`, both included, and its description in words."""
 
     least: float
     most: float
     words: str
 
     def check(self, name: str, value: float) -> None:
-        """NaN lies within no bounds."""
+        """Raise if the value is outside the range. NaN always is."""
         if not self.least <= value <= self.most:
             raise LabError(f"{option(name)} must be {self.words}, got {reprlib.repr(value)}")
 
@@ -49,4 +49,4 @@ _BELOW_ONE = math.nextafter(1.0, 0.0)
 SHARE = Bounds(0.0, _BELOW_ONE, "at least 0 and less than 1")
 INSIDE = Bounds(math.ulp(0.0), _BELOW_ONE, "a number between 0 and 1")
 IMAGE_SIZE = whole(1, 8192)
-"""Pixels of a side. A square of so many has fewer than an image file may have: see `data.decoding`."""
+"""Pixels per side. Such a square has fewer pixels than the limit for image files in `data.decoding`."""

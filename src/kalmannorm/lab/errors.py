@@ -1,4 +1,4 @@
-"""What a user can mend: shown as one line, without a traceback."""
+"""Errors that a user can fix. The command shows them as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class LabError(Exception):
-    """A mistake or a mishap that the message says how to mend; `status` is what the command then exits with."""
+    """A problem whose message says how to fix it. `status` is the exit status of the command."""
 
     status = 2
 
 
 class FullDiskError(LabError):
-    """There is no space left; `problem` says where, without what to do about it."""
+    """The disk is full. `problem` is the message without the remedy."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}: free some, then run the same command again")
@@ -28,7 +28,7 @@ class FullDiskError(LabError):
 
 
 class DamagedError(LabError):
-    """A file is not what was written; `problem` says which and what was found, without what to do about it."""
+    """A file differs from what was written. `problem` is the message without the remedy."""
 
     def __init__(self, path: Path, found: str, remedy: str) -> None:
         self.problem, self.found = f"{path} is damaged ({found})", found
@@ -36,34 +36,34 @@ class DamagedError(LabError):
         self._given = path, found, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._given  # ranks send errors to each other
+        return type(self), self._given  # makes it picklable: ranks send errors to each other
 
 
 class DivergedError(LabError):
-    """The loss is no longer a number; what was finished before is kept."""
+    """The loss is NaN or infinite. Results so far are kept."""
 
     status = 3
 
 
-class Interrupted(LabError):  # noqa: N818 - no mistake of anyone's
-    """A run was asked to stop by a signal, and can go on from the checkpoint that it saved."""
+class Interrupted(LabError):  # noqa: N818 - it is no error
+    """A signal stopped the run. The run can be resumed from the checkpoint that it saved."""
 
     status = 130
 
 
 def tell(text: str) -> None:
-    """One line on stderr; once, not once per rank."""
+    """Print one line on stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"kalmannorm: {text}", file=sys.stderr)
 
 
 def first_line(error: Exception) -> str:
-    """Of what an exception says, or its name where it says nothing."""
+    """The first line of an exception's message, or the name of its class if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def one_of(what: str, given: str, choices: Iterable[str]) -> str:
-    """`given`, if it is among the choices; else an error that names the nearest."""
+    """Return `given` if it is one of the choices, else raise an error that suggests the most similar one."""
     known = sorted(choices)
     if given in known:
         return given
@@ -73,23 +73,14 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
 
 
 _TYPED = {"warmup_epochs": "--warmup", "width": "width"}
-"""Fields of a recipe whose option has another name; the width has no option."""
+"""Recipe fields whose option has another name. `width` has no option."""
 
 
 def option(name: str) -> str:
-    """How a field of a recipe or an execution is given on the command line."""
+    """The command-line option of a field of a recipe or an execution."""
     return _TYPED.get(name) or f"--{name.replace('_', '-')}"
 
 
 def useless(name: str, who: str) -> str:
-    """The line that says that a field of a recipe does nothing for a method."""
-    return f"{option(name)} does nothing for {who}: leave it out, or choose another method"
-
-
-def nearest(given: str, known: Iterable[str]) -> list[str]:
-    """Of names of options, those that `given` abbreviates (--lr, --dat), else those spelled alike; at most two."""
-    names, word = sorted(known), given.lstrip("-")
-    parts = {name: name.lstrip("-").split("-") for name in names}
-    initials = [name for name in names if len(word) > 1 and "".join(part[:1] for part in parts[name]) == word]
-    begun = [name for name in names if len(word) > 1 and name.lstrip("-").startswith(word)]
-    return (initials or begun or difflib.get_close_matches(given, names, 2))[:2]
+    """The message for a recipe field that has no effect on a method."""
+    return f"{option(name)} has no effect on {who}: leave it out, or choose another method"

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import kalmannorm
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab import data as datasets
 from kalmannorm.lab import models
 from kalmannorm.lab.analysis.analyse import analyse, layer_statistics, variance_gap
@@ -20,6 +19,7 @@ from kalmannorm.lab.files.records import Run
 from kalmannorm.lab.recipes.methods import normalized
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run as command
 
 SHAPE = (1, 8, 8)
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from kalmannorm._norms.kalman import BatchKalmanNorm2d
-from kalmannorm.cli.app import run
 from kalmannorm.lab.bench import chart, comparing, copying, inference, inference_model, op, timing, truth
 from kalmannorm.lab.bench.op_contenders import GhostByReshape, Inputs, contenders
 from kalmannorm.lab.bench.step_contenders import Case as NetCase
@@ -20,6 +19,7 @@ from kalmannorm.lab.bench.timing import Direct, count_kernels
 from kalmannorm.lab.bench.turns import Seconds
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.report import palette
+from kalmannorm_command.app import run
 
 CPU = torch.device("cpu")
 SHAPE = (6, 8, 3, 5)

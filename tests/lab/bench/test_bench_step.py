@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from kalmannorm._norms.grouped import GroupedNorm
-from kalmannorm.cli.app import run
 from kalmannorm.lab.bench import step
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_checks import check, check_replay
@@ -20,6 +19,7 @@ from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.machine.peak_memory import peak_bytes
 from kalmannorm.lab.recipes.methods import METHODS
 from kalmannorm.lab.recipes.setting import Setting
+from kalmannorm_command.app import run
 
 CPU = torch.device("cpu")
 CASE = Case(model="digits-net", gradient_batch=8, device=CPU)

@@ -12,12 +12,12 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab import data
 from kalmannorm.lab.data.files import DamagedDataError, MissingDataError
 from kalmannorm.lab.data.randomness import stratified
 from kalmannorm.lab.data.resident import Resident, Split, crop_and_flip, draw
 from kalmannorm.lab.errors import LabError
+from kalmannorm_command.app import run
 
 
 def resident(count: int = 40, side: int = 8, padding: int = 2) -> Resident:

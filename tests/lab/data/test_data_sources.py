@@ -20,11 +20,11 @@ import pytest
 import torch
 from PIL import Image
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab import data
 from kalmannorm.lab.data import catalogue, cifar, npm
 from kalmannorm.lab.data.files import DamagedDataError, OutOfReachError, arriving, data_root
 from kalmannorm.lab.errors import LabError
+from kalmannorm_command.app import run
 
 NAMES = ["data_batch_1", "data_batch_2", "test_batch"]
 

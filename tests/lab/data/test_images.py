@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab import data
 from kalmannorm.lab.data import decoding
 from kalmannorm.lab.data.files import DamagedDataError
 from kalmannorm.lab.data.tiny_imagenet import _read_cache
 from kalmannorm.lab.errors import LabError
+from kalmannorm_command.app import run
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from kalmannorm.cli.reproduce import _show
 from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
 from kalmannorm.lab.experiments.planning import Wanted
 from kalmannorm.lab.experiments.reproducing import reproduce
@@ -18,6 +17,7 @@ from kalmannorm.lab.report.columns import texts
 from kalmannorm.lab.report.tables import brought
 from kalmannorm.lab.words.spread import Spread
 from kalmannorm.lab.words.wording import number, plus_minus, unbroken
+from kalmannorm_command.reproduce import _show
 
 
 def over_seeds(mean: float, std: float | None = None) -> dict:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.comparing import compare
 from kalmannorm.lab.errors import DivergedError, LabError
@@ -22,6 +21,7 @@ from kalmannorm.lab.experiments.widths import batchnorm_parameters, learned_para
 from kalmannorm.lab.files.records import Log, Run, read_json, write_json
 from kalmannorm.lab.recipes.recipe import Execution
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run as command
 
 EXECUTION = Execution(device="cpu", tensorboard=False)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning_fabric.plugins.precision import Precision
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import DamagedError, LabError
 from kalmannorm.lab.files import checkpoint, manifest
 from kalmannorm.lab.files.records import Run, find_runs
@@ -23,8 +22,10 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.loading import data_of, load_run, model_of
 from kalmannorm.lab.training.optimizer import optimizer_of
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import numbers, weights
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=2, gradient_batch=16, train_examples=48, test_examples=32, width=0.1)
 PLAIN = Execution(device="cpu", tensorboard=False, save_every=2, log_every=1)
@@ -40,15 +41,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
     """Stopped in its fifth step of six, with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("runs") / "unfinished"
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, PLAIN, watch=crash)
-    return folder
+    return train_until(5, TINY, tmp_path_factory.mktemp("runs") / "unfinished", PLAIN)
 
 
 @pytest.fixture
@@ -72,7 +65,7 @@ def goes_on(capsys, folder: Path, problem: str, finished: Path, start: str = "st
     capsys.readouterr()
     train(TINY, folder, PLAIN, resume=True)
     said = capsys.readouterr().err
-    assert problem in said and said.endswith(f": going on from {start}\n") and said.count("\n") == 1
+    assert problem in said and said.endswith(f": using {start} instead\n") and said.count("\n") == 1
     assert numbers(folder) == numbers(finished)
     assert all(torch.equal(tensor, weights(folder)[name]) for name, tensor in weights(finished).items())
 
@@ -102,7 +95,7 @@ def test_without_a_good_checkpoint(capsys, broken, command):
     output = ["-o", str(broken / "model.pt2")] if command == "export" else []
     arguments = ["--resume", str(broken)] if command == "train" else [str(broken), *output]
     line = said(capsys, command, *arguments)
-    assert line.count("is damaged (its sha256 is not that of what was written)") == 2
+    assert line.count("is damaged (its sha256 differs from the recorded one)") == 2
     assert f"delete {broken / 'checkpoint'} to train from the start with: kalmannorm train --resume {broken}" in line
 
 
@@ -110,7 +103,7 @@ def test_an_unfinished_run_is_evaluated_where_it_is_good(capsys, broken):
     flip(broken / "checkpoint" / "step-00000004" / "model.safetensors")
     assert run(["evaluate", str(broken), "--no-recalibrate", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert "at step 2 of 6" in out and err.endswith("going on from step-00000002\n") and err.count("\n") == 1
+    assert "at step 2 of 6" in out and err.endswith("using step-00000002 instead\n") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["evaluate", "analyse", "export", "train"])
@@ -119,7 +112,7 @@ def test_damaged_weights_of_a_finished_run(capsys, finished, tmp_path, command):
     flip(folder / "model.safetensors", 0.9)
     output = ["-o", str(folder / "model.pt2")] if command == "export" else []
     line = said(capsys, command, *(["--resume", str(folder)] if command == "train" else [str(folder), *output]))
-    assert "model.safetensors is damaged (its sha256 is not that of what was written): restore it from a copy" in line
+    assert "model.safetensors is damaged (its sha256 differs from the recorded one): restore it from a copy" in line
     assert line.endswith(
         f"delete it and result.json and train the run again with: kalmannorm train --resume {folder}\n"
     )
@@ -168,7 +161,7 @@ def test_a_manifest_of_something_else(capsys, finished, tmp_path, files):
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     (folder / "manifest.json").write_bytes(manifest.sealed({"format": 1, "files": files}))
     for command in (["evaluate"], ["train", "--resume"]):
-        assert "manifest.json is damaged (its files are no sizes and digests): delete it" in said(
+        assert "manifest.json is damaged (its entries are not sizes and digests): delete it" in said(
             capsys, *command, str(folder)
         )
     assert run(["report", str(folder), "--out", str(tmp_path / "page.html"), "--no-draw"]) == 0
@@ -195,7 +188,7 @@ def test_a_log_that_lost_its_end(capsys, broken, finished):
     """The system may have written the checkpoint and not the log; the checkpoint before needs less of it."""
     size = events_of(broken, 3)
     (broken / "log.jsonl").write_bytes((broken / "log.jsonl").read_bytes()[:size])
-    goes_on(capsys, broken, f"log.jsonl is damaged (it has {size} bytes, and ", finished)
+    goes_on(capsys, broken, f"log.jsonl is damaged (it has {size} bytes instead of ", finished)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: flip(path, 0.01), Path.unlink])
@@ -221,13 +214,7 @@ def test_strays_among_the_checkpoints(capsys, broken, finished):
 def test_a_checkpoint_ahead_of_the_run_goes_when_it_saves(broken):
     """It was damaged; kept, it would push a good one out."""
     flip(broken / "checkpoint" / "step-00000004" / "resume.pt")
-
-    def stop(event):
-        if event.get("step") == 4:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, broken, dataclasses.replace(PLAIN, save_every=3), resume=True, watch=stop)
+    train_until(4, TINY, broken, dataclasses.replace(PLAIN, save_every=3), resume=True)
     assert [path.name for path in checkpoint.checkpoints(broken)] == ["step-00000002", "step-00000003"]
 
 
@@ -259,11 +246,11 @@ CONTENTS: dict[str, tuple[Change, str]] = {
     "seconds in words": (put("seconds", "long"), "its seconds cannot be 'long'"),
     "one logged": (put("logged", [4]), "its last event cannot be at [4]"),
     "logged ahead": (put("logged", [9, 0.1]), "its last event cannot be at [9, 0.1]"),
-    "one speed": (put("speeds", 5.0), "its speeds are no list"),
-    "speeds in words": (put("speeds", ["fast"]), "its speeds are no list of numbers"),
+    "one speed": (put("speeds", 5.0), "its speeds are not a list"),
+    "speeds in words": (put("speeds", ["fast"]), "its speeds are not a list of numbers"),
     "no average": (put("averages", {}), "it holds no 'loss'"),
-    "average of three": (put("averages", "loss", torch.zeros(3)), "its average loss is no sum and count"),
-    "average in words": (put("averages", "loss", "low"), "its average loss is no sum and count"),
+    "average of three": (put("averages", "loss", torch.zeros(3)), "its average loss is not a sum and a count"),
+    "average in words": (put("averages", "loss", "low"), "its average loss is not a sum and a count"),
     "list of averages": (put("averages", [1.0]), "resume.pt is damaged ("),
     "precision": (put("precision", 16), "its precision cannot be 16"),
     "log in words": (put("log", "bytes", "all"), "its log cannot be"),
@@ -324,14 +311,14 @@ def test_a_pickle_of_something_else(capsys, broken):
     """Torch's own words advise to load it with weights_only=False."""
     replaced(broken, TINY)
     line = said(capsys, "train", "--resume", str(broken))
-    assert "resume.pt is damaged (it is no file of numbers and tensors)" in line and "weights_only" not in line
+    assert "resume.pt is damaged (it is not a file of numbers and tensors)" in line and "weights_only" not in line
 
 
 def test_a_newer_format_is_not_gone_around(capsys, broken, state):
     shutil.copytree(broken / "checkpoint" / "step-00000002", broken / "checkpoint" / "step-00000003")
     replaced(broken, {**state, "format": 2})
     line = said(capsys, "train", "--resume", str(broken))
-    assert "resume.pt has format 2, and this version of kalmannorm reads formats up to 1: update kalmannorm" in line
+    assert "resume.pt has format 2, but this version of kalmannorm reads formats up to 1: update kalmannorm" in line
 
 
 def test_a_run_says_its_format(finished):

@@ -7,13 +7,13 @@ import errno
 import json
 import os
 import shutil
+import time
 from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.errors import FullDiskError, LabError
 from kalmannorm.lab.files import checkpoint
@@ -23,22 +23,13 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training import launcher
 from kalmannorm.lab.training.fabric import Fabric
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import weights
 from support.saying import said
+from support.stopped_runs import train_until
 
 TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
 PLAIN = Execution(tensorboard=False)
-
-
-def stopped(folder):
-    """At step 5 of 8, with its last checkpoint at step 4."""
-
-    def crash(event):
-        if event.get("step") == 5:
-            raise RuntimeError("crash")
-
-    with pytest.raises(RuntimeError):
-        train(TINY, folder, dataclasses.replace(PLAIN, save_every=2, log_every=1), watch=crash)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +41,15 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "unfinished"
-    stopped(folder)
-    return folder
+    """Stopped at step 5 of 8, with its last checkpoint at step 4."""
+    execution = dataclasses.replace(PLAIN, save_every=2, log_every=1)
+    return train_until(5, TINY, tmp_path_factory.mktemp("runs") / "unfinished", execution)
 
 
 def test_a_folder_that_is_taken(capsys, finished, unfinished):
     line = said(capsys, "train", "--out", str(finished))
     assert "holds a finished run: give another --out" in line and "--resume" not in line
-    assert f"go on with it by --resume {unfinished}" in said(capsys, "train", "--out", str(unfinished))
+    assert f"resume it with --resume {unfinished}" in said(capsys, "train", "--out", str(unfinished))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +63,7 @@ def test_other_mistakes_come_before_a_taken_folder(capsys, finished, arguments, 
 def test_a_finished_run_that_is_resumed_says_so(capsys, finished):
     assert run(["train", "--resume", str(finished)]) == 0
     out, err = capsys.readouterr()
-    assert "8 steps" in out and err == f"{finished} was finished already: nothing is trained\n"
+    assert "8 steps" in out and err == f"{finished} is already finished: nothing to train\n"
     assert run(["train", "--resume", str(finished), "--json"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -123,7 +114,7 @@ def test_who_gives_a_command_again(monkeypatch):
     ):
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
-            assert launcher.gives_again() is again, name
+            assert launcher.repeats_commands() is again, name
 
 
 @pytest.mark.parametrize("left", ["checkpoint", "recipe", "half a recipe", "half a checkpoint", "nothing"])
@@ -145,7 +136,7 @@ def test_a_launcher_goes_on_by_the_same_command(given_again, capsys, finished, u
         assert torch.equal(weights(folder)[name], value), name
     capsys.readouterr()
     assert run(["train", *OPTIONS, "--out", str(folder)]) == 0
-    assert capsys.readouterr().err == f"{folder} was finished already: nothing is trained\n"
+    assert capsys.readouterr().err == f"{folder} is already finished: nothing to train\n"
 
 
 def test_a_launcher_is_refused_another_recipe(given_again, capsys, unfinished):
@@ -156,7 +147,7 @@ def test_a_launcher_is_refused_another_recipe(given_again, capsys, unfinished):
 def test_a_person_is_asked(monkeypatch, capsys, unfinished):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     line = said(capsys, "train", *OPTIONS, "--out", str(unfinished))
-    assert f"holds an unfinished run: go on with it by --resume {unfinished}" in line
+    assert f"holds an unfinished run: resume it with --resume {unfinished}" in line
 
 
 def test_a_restart_waits_for_the_lock(given_again, tmp_path, monkeypatch):
@@ -170,8 +161,9 @@ def test_a_restart_waits_for_the_lock(given_again, tmp_path, monkeypatch):
         if len(waits) == 3:
             holder.close()
 
-    monkeypatch.setattr("kalmannorm.lab.files.lock.time.sleep", sleep)
-    assert train(TINY, folder, PLAIN)["steps"] == 8
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "sleep", sleep)  # which filelock calls between two attempts
+        assert train(TINY, folder, PLAIN)["steps"] == 8
     assert len(waits) == 3
     monkeypatch.setattr("kalmannorm.lab.training.train.PATIENCE", 0.2)
     with locked(tmp_path / "other"), pytest.raises(LabError, match="another process is at work"):
@@ -192,7 +184,7 @@ def test_a_run_that_ends_while_a_restart_waits_is_left_as_it_is(given_again, tmp
 def test_ranks_that_do_not_share_a_folder(unfinished, tmp_path, monkeypatch):
     shutil.copytree(unfinished, tmp_path / "run")
     monkeypatch.setattr(Fabric, "all_gather", lambda self, own: torch.stack([own, torch.zeros_like(own)]))
-    with pytest.raises(LabError, match=r"of steps 0, 4: give an --out on a disk that all of them share"):
+    with pytest.raises(LabError, match=r"of steps 0, 4: give an --out on a disk that all ranks share"):
         train(TINY, tmp_path / "run", PLAIN, resume=True)
 
 
@@ -242,7 +234,7 @@ def test_a_full_disk_says_which_command_goes_on(capsys, tmp_path, full_disk):
     assert "free some, then run the same command again" in line and "--resume" not in line
     full_disk(lambda: checkpoint.checkpoints(folder))
     line = said(capsys, "train", *options)
-    assert line.strip().endswith(f"free some, then go on with: kalmannorm train --resume {folder}")
+    assert line.strip().endswith(f"free some, then resume with: kalmannorm train --resume {folder}")
     full_disk(lambda: False)
     assert run(["train", "--resume", str(folder)]) == 0
 
@@ -264,7 +256,7 @@ def test_event_files_on_a_full_disk(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     line = said(capsys, "train", "--epochs", "1", "--train-examples", "128", "--out", str(tmp_path / "run"), "--json")
     assert line == (
-        f"kalmannorm: no space left in {tmp_path / 'run'}: free some, then go on with: "
+        f"kalmannorm: no space left in {tmp_path / 'run'}: free some, then resume with: "
         f"kalmannorm train --resume {tmp_path / 'run'}\n"
     )
 

@@ -17,12 +17,12 @@ from safetensors import safe_open
 
 from artefacts.make import EXECUTION, NORMS, RECIPE, net, outputs
 from kalmannorm import BatchKalmanNorm2d
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files import checkpoint
 from kalmannorm.lab.files.records import Run, read_json
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import numbers, weights
 
 STORED = Path(__file__).parents[2] / "artefacts" / "format0"
@@ -71,7 +71,7 @@ def test_a_stored_log_that_was_emptied(tmp_path):
     """Of format 0, whose checkpoints know the size of the log and no digest."""
     folder = Path(shutil.copytree(STORED / "interrupted", tmp_path / "run"))
     (folder / "log.jsonl").write_text("")
-    with pytest.raises(LabError, match=r"log\.jsonl is damaged \(it has 0 bytes, and .* before step-00000004\)"):
+    with pytest.raises(LabError, match=r"log\.jsonl is damaged \(it has 0 bytes instead of .* before step-00000004\)"):
         train(RECIPE, folder, EXECUTION, resume=True)
 
 
@@ -119,7 +119,7 @@ def test_weights_of_a_later_format_are_refused(resumed, monkeypatch, tmp_path):
     with monkeypatch.context() as later:
         later.setattr(checkpoint, "FORMAT", 2)
         (tmp_path / "model.safetensors").write_bytes(checkpoint.weights(model))
-    with pytest.raises(LabError, match="has format 2, and this version of kalmannorm reads formats up to 1: update"):
+    with pytest.raises(LabError, match="has format 2, but this version of kalmannorm reads formats up to 1: update"):
         checkpoint.load_weights(tmp_path / "model.safetensors", model)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files.records import read_json, write_json
 from kalmannorm.lab.recipes.recipe import Recipe
@@ -28,6 +27,7 @@ from kalmannorm.lab.report.curves import curve
 from kalmannorm.lab.report.sentences import on_gains, on_speed, sentences
 from kalmannorm.lab.report.tables import results
 from kalmannorm.lab.words.spread import Spread, spread
+from kalmannorm_command.app import run as command
 from support.report_runs import (
     EPOCHS,
     FINAL,

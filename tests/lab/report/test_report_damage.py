@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.comparing.summary import summarize
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files.records import Run, read_json
 from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.report import write
 from kalmannorm.lab.report.collecting import collect
+from kalmannorm_command.app import run as command
 from support.report_runs import make_experiment, make_run
 
 DEEP = '{"a":' * 3000 + "1" + "}" * 3000
@@ -80,8 +80,8 @@ def test_runs_that_cannot_be_read_are_left_out_and_named(one, tmp_path):
 
 
 LINES = [
-    ("{", "line 3 is no event"),
-    (DEEP, "line 3 is no event"),
+    ("{", "line 3 is not an event"),
+    (DEEP, "line 3 is not an event"),
     ('{"event": "train"}', "line 3 has no step"),
     ('{"event": "train", "step": "7", "epoch": 1}', "line 3.step is '7', not a whole number"),
     ('{"event": "evaluate", "step": 1, "epoch": 1, "modes": [1]}', "line 3.modes is [1], not an object"),

@@ -50,9 +50,7 @@ def test_a_start_that_lost_a_rank_before_it_met_leaves_no_trace():
 def test_only_the_loss_of_a_rank_is_told_in_one_line():
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error: Connection reset by peer"
     with (
-        pytest.raises(
-            LabError, match=r"another rank has ended or does not answer \(.*Connection reset by peer\): give"
-        ),
+        pytest.raises(LabError, match=r"another rank has ended or does not answer \(.*Connection reset by peer\): run"),
         lost_ranks_told(),
     ):
         raise RuntimeError(gloo)

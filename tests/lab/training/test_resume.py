@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.files import checkpoint
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 from support.lab_runs import ENVIRONMENT, command, kalmannorm, launcher, numbers, weights, workers
 
 STEPS = ["--epochs", "6", "--evaluate-every", "5", "--save-every", "9", "--log-every", "4"]
@@ -67,7 +67,7 @@ def test_a_second_signal_stops_at_once_and_keeps_what_was_saved(tmp_path):
             time.sleep(1.1)
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted, match="at once; --resume goes on"):
+    with pytest.raises(Interrupted, match="at once; --resume continues"):
         train(recipe, tmp_path / "run", Execution(save_every=2, log_every=1), watch=impatient)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000002"]
 

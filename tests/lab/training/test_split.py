@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from kalmannorm.cli.app import run
+from kalmannorm_command.app import run
 from support.lab_runs import ENVIRONMENT, kalmannorm, launcher, losses, weights
 
 SETTING = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kalmannorm.cli.app import run
-from kalmannorm.cli.progress import crowded
 from kalmannorm.lab.comparing.pool import Seat, seats
 from kalmannorm.lab.files.records import Run
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
+from kalmannorm_command.progress import crowded
 
 TINY = Recipe(epochs=1, train_examples=64, test_examples=64)
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_them(tmp_path, monkeypatch):
         assert run(["train", *options, "--threads", "2", "--out", str(tmp_path / "run")]) == 130
     found = []
     monkeypatch.setattr("kalmannorm.lab.training.train.train", lambda *given, **_: found.append(given[2]) or {})
-    monkeypatch.setattr("kalmannorm.cli.progress.result_table", lambda *_: None)
+    monkeypatch.setattr("kalmannorm_command.progress.result_table", lambda *_: None)
     assert run(["train", "--resume", str(tmp_path / "run")]) == 0
     assert run(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert [execution.threads for execution in found] == [2, 1]

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 import kalmannorm
-from kalmannorm.cli.app import run
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files.records import Run
 from kalmannorm.lab.machine.devices import resolve
@@ -21,6 +20,7 @@ from kalmannorm.lab.training.evaluate import evaluate, evaluation_batch, recalib
 from kalmannorm.lab.training.loading import data_of, load_run, model_of
 from kalmannorm.lab.training.optimizer import learning_rate, optimizer_of
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run
 
 TINY = Recipe(epochs=2, train_examples=256, test_examples=100)
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.analysis.analyse import analyse
 from kalmannorm.lab.comparing.compare import run_cells
 from kalmannorm.lab.errors import LabError
@@ -24,6 +23,7 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.evaluate import evaluate
 from kalmannorm.lab.training.loading import load_run
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import run as command
 from support import lab_runs
 
 PLAIN = Execution(device="cpu", log_every=1, tensorboard=False)
@@ -171,7 +171,7 @@ def test_norms_of_torch_stay_as_they_are(tmp_path, capsys):
     """In a run of its own that is said; in a comparison it goes without saying."""
     options = ["--epochs", "1", "--train-examples", "64", "--test-examples", "64", "--fuse", "--device", "cpu"]
     assert command(["train", "--method", "gn", *options, "--out", str(tmp_path / "run")]) == 0
-    assert "--fuse changes nothing in a run of GN: its norms are torch's own" in capsys.readouterr().err
+    assert "--fuse has no effect on GN: it uses torch's own norms" in capsys.readouterr().err
     assert command(["train", "--method", "gn", *options, "--out", str(tmp_path / "json"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and json.loads(out)["steps"] == 1

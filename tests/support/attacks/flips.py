@@ -84,7 +84,7 @@ def _outcome(folder: Path, expected: dict[str, Any], verified: bool, said: str) 
         print(f"{said}:\n{traceback.format_exc()}", file=sys.stderr)
         return "tracebacks"
     if found == expected:
-        return "fell_back" if "going on from" in heard.getvalue() else "harmless"
+        return "fell_back" if "instead" in heard.getvalue() else "harmless"
     if not verified:
         return "unverified"
     print(f"{said}: other numbers", file=sys.stderr)

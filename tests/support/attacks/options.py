@@ -25,11 +25,11 @@ from unittest import mock
 import torch
 import typer
 
-from kalmannorm.cli.app import app
-from kalmannorm.cli.app import run as command
 from kalmannorm.lab.data.files import OutOfReachError
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
+from kalmannorm_command.app import app
+from kalmannorm_command.app import run as command
 from support.attacks.patience import HangError, patience
 
 MUST_BE_ZERO = ("tracebacks",)

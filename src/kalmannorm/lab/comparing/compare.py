@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from kalmannorm.lab import models
 from kalmannorm.lab.comparing import cells as table
 from kalmannorm.lab.comparing.cells import Cell
 from kalmannorm.lab.comparing.live import say, screen
@@ -74,6 +75,8 @@ def run_cells(
     cells, execution = table.checked(cells), execution.checked()
     for _, recipe in cells:
         fitting.checked(recipe, execution)
+    for model in sorted({recipe.model for _, recipe in cells}):
+        models.check_known(model)
     usable(folder)
     todo = [
         (name, recipe)

@@ -1,8 +1,8 @@
 """Checkpoints of a run: `RUN/checkpoint/step-00000120/` holds model.safetensors, resume.pt and their manifest.json.
 
-A checkpoint is written into a folder of another name, which is then renamed: it is there whole or not at all. The last
-two are kept: where one is damaged the run goes on from the one before it, and says so. A finished run has
-`RUN/model.safetensors` instead.
+A checkpoint is written to a temporary folder, which is then renamed. So a checkpoint is complete or absent. The last
+two are kept. If the last one is damaged, the run resumes from the one before it and prints a line about it. A finished
+run has `RUN/model.safetensors` instead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kalmannorm.lab.files.formats import FORMAT, upgraded
 from kalmannorm.lab.files.records import sync_folder, write_protected
 
 KEPT = 2
-OTHER = "delete its folder, so that the checkpoint before it is used"
+OTHER = "delete its folder, to use the checkpoint before it"
 
 Found = TypeVar("Found")
 
 
 def weights(model: nn.Module) -> bytes:
-    """Of safetensors, which would lose the versions of the modules: they are kept beside the format."""
+    """The weights as a safetensors file. Its metadata holds the format and the versions of the modules."""
     state = model.state_dict()
     about = {"format": FORMAT, "modules": getattr(state, "_metadata", {})}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -41,12 +41,12 @@ def weights(model: nn.Module) -> bytes:
 
 
 def load_weights(path: Path, model: nn.Module, remedy: str = OTHER) -> None:
-    """`remedy` is what to do where they are damaged."""
+    """Load weights into the model. An error about damage ends with `remedy`."""
     content = manifest.verified(path.parent, path.name, remedy)
     try:
         state = OrderedDict(safetensors.torch.load(content))
         about = dict(json.loads(_metadata(content).get("kalmannorm", "{}")))
-    except Exception as error:  # of safetensors, or of torch where it makes tensors of what was read
+    except Exception as error:  # safetensors and torch raise many kinds
         raise DamagedError(path, first_line(error), remedy) from None
     state._metadata = upgraded(about, path, (_weights_from_format_0,))["modules"]  # type: ignore[attr-defined]
     try:
@@ -67,7 +67,7 @@ def _weights_from_format_0(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(run: Path, step: int, model: nn.Module, state: dict[str, Any]) -> None:
-    """`state` is whatever `torch.load(weights_only=True)` takes: numbers, tensors, lists and dicts of them."""
+    """Write a checkpoint. `torch.load(weights_only=True)` must be able to read `state`."""
     folder = run / "checkpoint" / f"step-{step:08d}"
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -76,20 +76,20 @@ def save(run: Path, step: int, model: nn.Module, state: dict[str, Any]) -> None:
     try:
         write_protected(partial, {"model.safetensors": weights(model), "resume.pt": buffer.getvalue()})
         shutil.rmtree(folder, ignore_errors=True)
-        folder.unlink(missing_ok=True)  # a file of that name, which nobody here wrote
+        folder.unlink(missing_ok=True)  # a stray file of that name
         os.replace(partial, folder)
         sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    # Those ahead of this step were damaged, or this run would have gone on from them.
+    # Checkpoints ahead of this step are damaged: otherwise the run would have resumed from them.
     ahead = [other for other in checkpoints(run) if step_of(other) > step]
     for old in ahead + [other for other in checkpoints(run) if other not in ahead][:-KEPT]:
         shutil.rmtree(old)
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The folders of the checkpoints, oldest first; whatever else lies there is not ours."""
+    """The folders of the checkpoints, oldest first. Other files and folders are ignored."""
     found = (run / "checkpoint").glob("step-*")
     return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()), key=step_of)
 
@@ -99,9 +99,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(run: Path, load: Callable[[Path], Found]) -> Found | None:
-    """What `load` makes of the newest checkpoint that is not damaged; None where a run has no checkpoint.
+    """The result of `load` for the newest checkpoint that is not damaged; None if the run has no checkpoint.
 
-    `load` raises a `DamagedError` for one that is. Where all are damaged there is nothing to go on from.
+    `load` raises a `DamagedError` for a damaged checkpoint. If all are damaged, this function raises.
     """
     problems: list[str] = []
     for folder in reversed(checkpoints(run)):
@@ -111,7 +111,7 @@ def newest(run: Path, load: Callable[[Path], Found]) -> Found | None:
             problems.append(error.problem)
             continue
         for problem in problems:
-            tell(f"{problem}: going on from {folder.name}")
+            tell(f"{problem}: using {folder.name} instead")
         return found
     if problems:
         raise LabError(
@@ -122,23 +122,23 @@ def newest(run: Path, load: Callable[[Path], Found]) -> Found | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What was saved beside the weights, in the present format."""
+    """The training state that was saved with the weights, in the current format."""
     path = folder / "resume.pt"
     content = manifest.verified(folder, path.name, OTHER)
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception:  # torch raises whatever its unpickler and zip reader raise, with hints that are not for here
-        raise DamagedError(path, "it is no file of numbers and tensors", OTHER) from None
+    except Exception:  # torch raises many kinds, with hints that do not apply here
+        raise DamagedError(path, "it is not a file of numbers and tensors", OTHER) from None
     if not isinstance(state, dict):
-        raise DamagedError(path, f"it holds a {type(state).__name__}, and no state of a run", OTHER)
+        raise DamagedError(path, f"it holds a {type(state).__name__} instead of the state of a run", OTHER)
     return upgraded(state, path, (_state_from_format_0,))
 
 
 def _state_from_format_0(state: dict[str, Any]) -> dict[str, Any]:
-    """The log was known by its size alone."""
+    """Format 0 recorded only the size of the log."""
     return {**state, "log": {"bytes": state.get("log_offset"), "sha256": None}}
 
 
 def discard(run: Path) -> None:
-    """Of a finished run, which needs none."""
+    """Delete the checkpoints of a finished run."""
     shutil.rmtree(run / "checkpoint", ignore_errors=True)

@@ -1,45 +1,31 @@
-"""One process at a time in a run's folder."""
+"""A lock on a run's folder: only one process at a time may work in it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from kalmannorm.lab.errors import LabError
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not on Windows, where two processes are on their own
-    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
 def locked(folder: Path, patience: float = 0) -> Iterator[None]:
-    """The folder is this process's while this lasts; the lock goes with the process, however it ends.
+    """Hold the folder's lock. The operating system releases it when the process ends, even after a crash.
 
-    Where another process holds it, this one waits for so many seconds before it gives up.
+    If another process holds the lock, wait up to `patience` seconds for it, then raise.
     """
+    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("wb")
+        lock.acquire(timeout=patience, poll_interval=0.1)
+    except Timeout:
+        raise LabError(f"another process is at work in {folder}: wait for it, or give another --out") from None
     except OSError as error:
         raise LabError(f"cannot write to {folder}: {error.strerror or error}") from None
-    with file:
-        until = time.monotonic() + patience
-        while not _taken(file):
-            if time.monotonic() >= until:
-                raise LabError(f"another process is at work in {folder}: wait for it, or give another --out")
-            time.sleep(0.1)
+    try:
         yield
-
-
-def _taken(file: IO[bytes]) -> bool:
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True
+    finally:
+        lock.release()

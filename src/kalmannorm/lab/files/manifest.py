@@ -1,17 +1,17 @@
-"""Digests of the files in a folder: a flipped bit, a lost sector or a half copy is found when a file is read.
+"""Digests of the files in a folder. They reveal a flipped bit, a lost sector or a partial copy when a file is read.
 
     FOLDER/manifest.json    {"format": 1, "files": {"model.safetensors": {"bytes": …, "sha256": …}, …}, "sha256": …}
 
-The last digest is that of the other entries, so that damage to the manifest itself is not taken for damage to a file.
+The last digest covers the other entries. It distinguishes damage to the manifest from damage to a file.
 
-Every number that a run is judged by is in its recipe.json, its log.jsonl, its result.json or its weights, so these have
-digests: the recipe from the start, the others from the end of the run on, and both files of every checkpoint. Each
-checkpoint holds the digest of the log up to it, which is verified when the run is resumed; until then the report reads
-the log of an unfinished run as it is. The other files have none: evaluation.json and analysis/ can be measured again,
-and wiring.svg and tensorboard/ are pictures that no number is read from.
+All results of a run are in recipe.json, log.jsonl, result.json and the weights. These files have digests: the recipe
+from the start, the others from the end of the run. Both files of every checkpoint have digests, too. Each checkpoint
+also holds the digest of the log so far, which is verified when the run is resumed. Until then the report reads the log
+of an unfinished run without verification. The other files have no digest: evaluation.json and analysis/ can be measured
+again, and no number is read from wiring.svg and tensorboard/.
 
-A folder without a manifest is read as it is: so are runs of format 0, and so may a user have a file that was changed on
-purpose, by deleting the manifest.
+A folder without a manifest is read without verification. Runs of format 0 have none. A user who changed a file on
+purpose can delete the manifest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sealed(record: dict[str, Any]) -> bytes:
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """What the manifest of a folder holds, by the names of the files; nothing where there is none."""
+    """The entries in the manifest of a folder, by file name; empty if there is no manifest."""
     path = folder / NAME
     try:
         record = json.loads(path.read_bytes())
@@ -60,7 +60,7 @@ def entries(folder: Path) -> dict[str, Entry]:
         raise DamagedError(path, "its own sha256 differs", UNVERIFIED)
     files = upgraded(record, path).get("files")
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
-        raise DamagedError(path, "its files are no sizes and digests", UNVERIFIED)
+        raise DamagedError(path, "its entries are not sizes and digests", UNVERIFIED)
     return files
 
 
@@ -72,7 +72,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def verified(folder: Path, name: str, remedy: str | None = None) -> bytes:
-    """The content of a file: the one that was written, as far as the manifest knows; `remedy` is what to do else."""
+    """The content of a file, verified if the manifest has an entry for it. An error about damage ends with `remedy`."""
     path = folder / name
     known = entries(folder).get(name)
     try:
@@ -87,11 +87,11 @@ def verified(folder: Path, name: str, remedy: str | None = None) -> bytes:
 
 
 def differs(content: bytes, known: Entry) -> str:
-    """How a content is not what an entry says, in words; "" where it is. An entry without a digest has a size alone."""
+    """How the content differs from its entry, in words; "" if it does not. An entry may have a size and no digest."""
     if len(content) != known["bytes"]:
-        return f"it has {len(content)} bytes, and {known['bytes']} were written"
+        return f"it has {len(content)} bytes instead of {known['bytes']}"
     if known["sha256"] not in (None, hashlib.sha256(content).hexdigest()):
-        return "its sha256 is not that of what was written"
+        return "its sha256 differs from the recorded one"
     return ""
 
 

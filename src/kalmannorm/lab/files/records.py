@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how it is read again. Every file is written whole or not at all.
+"""The files of a run, written and read. Every file is written atomically.
 
     RUN/recipe.json        {"format": …, "recipe": …, "execution": …, "origin": …}; a folder that holds one is a run
     RUN/log.jsonl          one event per line, see `Log`
@@ -36,16 +36,16 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 Record = dict[str, Any]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a full disk, or of a user's full share of it."""
+"""Error numbers of a full disk and of an exceeded quota."""
 
 
 def _partial(path: Path) -> Path:
-    """What a file is written as until it is whole."""
+    """The name of a file while it is being written."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The new content, whole, or the old one: a crash or a full disk leaves no half-written file."""
+    """Write a file. After a crash or on a full disk it has the new content or the old one, never a part."""
     partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,12 +62,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def writable(path: Path) -> None:
-    """Raise before the work, not after it, where a file cannot be written: found by trying."""
+    """Raise if a file cannot be written. Called before the work, so that no result is lost."""
     try:
         if path.is_dir():
             raise LabError(f"{path} is a folder: name a file")
         if path.exists() and not path.is_file():  # a device or a pipe, which a rename would replace
-            raise LabError(f"{path} is no regular file: name another")
+            raise LabError(f"{path} is not a regular file: name another")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)
         partial.touch()
@@ -77,19 +77,19 @@ def writable(path: Path) -> None:
 
 
 def usable(folder: Path) -> None:
-    """Raise before the work where no file can be written into a folder; one that is not there is not made."""
+    """Raise if no file can be written into a folder. A missing folder is not created."""
     try:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     except OSError as error:
         raise LabError(f"cannot write to {folder}: {error.strerror or error}") from error
     if not there.is_dir():
-        raise LabError(f"cannot write to {folder}: {there} is no folder")
+        raise LabError(f"cannot write to {folder}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise LabError(f"cannot write to {folder}: no permission in {there}")
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is; Windows knows no such thing."""
+    """Make renames in a folder durable. Windows has no such call."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -108,7 +108,7 @@ def _disk_error(path: Path, error: OSError) -> LabError:
 
 @contextlib.contextmanager
 def full_disks_told(folder: Path) -> Iterator[None]:
-    """By our error also where other libraries write, as those of event files."""
+    """Turn full-disk errors of other libraries, such as TensorBoard, into ours."""
     try:
         yield
     except OSError as error:
@@ -120,13 +120,14 @@ def full_disks_told(folder: Path) -> Iterator[None]:
 def write_protected(
     folder: Path, contents: Mapping[str, bytes], others: Mapping[str, manifest.Entry] | None = None
 ) -> None:
-    """Files with their digests, and the digests of `others` that are there already.
+    """Write files and their digests. `others` are entries of files that exist already.
 
-    The manifest comes first, then the files in the order given: whatever a crash leaves is absent or verified.
+    The manifest is written first, then the files in the given order. So after a crash each file is absent, or differs
+    from its digest, or is right.
     """
     try:
         known = manifest.entries(folder)
-    except DamagedError:  # what it said of other files is lost, and that must not cost what is written now
+    except DamagedError:  # its other entries are lost, but the new files must still be written
         known = {}
     fresh = {name: manifest.entry(content) for name, content in contents.items()}
     write_atomically(folder / manifest.NAME, manifest.written({**known, **(others or {}), **fresh}))
@@ -143,7 +144,7 @@ def as_json(record: Record | list[Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """NaN and infinity are not JSON: they become null."""
+    """Replace NaN and infinity by null: they are not JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -154,7 +155,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json(path: Path, remedy: str | None = None) -> Record:
-    """The record in a file, verified where it has a digest; `remedy` is what to do where it is damaged."""
+    """The record in a file, verified if it has a digest. An error about damage ends with `remedy`."""
     if not path.exists():
         raise LabError(f"there is no {path}")
     content = manifest.verified(path.parent, path.name, remedy)
@@ -163,10 +164,10 @@ def read_json(path: Path, remedy: str | None = None) -> Record:
         record = json.loads(content)
     except RecursionError:
         raise DamagedError(path, "nested too deeply", remedy) from None
-    except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
+    except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
         raise DamagedError(path, str(error), remedy) from None
     if not isinstance(record, dict):
-        raise DamagedError(path, "no JSON object", remedy)
+        raise DamagedError(path, "not a JSON object", remedy)
     return record
 
 
@@ -178,14 +179,14 @@ class Log:
         {"event": "evaluate", "step": …, "epoch": …, "modes": {"population": {"accuracy": …, "loss": …}, …}}
         {"event": "gains", "step": …, "epoch": …, "gains": {"layer1.0.bn1": 0.48, …}}
 
-    Accuracies are in %. `offset` is where a resumed run goes on: what came after its checkpoint is written again.
+    Accuracies are in %. A resumed run passes its `offset` in bytes: later events are dropped and written again.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what was written is on its way to the disk, and closing has nothing left that could fail.
+            # Unbuffered, so that `close` has nothing left to write and cannot fail.
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b", buffering=0)
         except OSError as error:
             raise _disk_error(path, error) from error
@@ -201,7 +202,7 @@ class Log:
         self._digest.update(line)
 
     def written(self) -> manifest.Entry:
-        """What a checkpoint knows the log by: size and digest of the events so far, which are then on the disk."""
+        """Size and digest of the events so far, for a checkpoint. They are flushed to the disk first."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -237,7 +238,7 @@ class Run:
 
     @property
     def execution(self) -> Execution:
-        """How it ran."""
+        """The execution that was saved with the recipe."""
         try:
             return Execution.from_json(self.record["execution"])
         except LabError as error:
@@ -249,14 +250,14 @@ class Run:
 
     @property
     def result(self) -> Record | None:
-        """What it came to; None while it runs."""
+        """The result; None if the run is unfinished."""
         result, wrong = self.result_in_part()
         if wrong:
             raise DamagedError(self.folder / "result.json", wrong[0], self.remedy("it"))
         return result
 
     def result_in_part(self) -> tuple[Record | None, list[str]]:
-        """The parts of the result that can be read, and what is wrong with the others."""
+        """The readable parts of the result, and complaints about the others."""
         if not self.finished:
             return None, []
         path, remedy, wrong = self.folder / "result.json", self.remedy("it"), list[str]()
@@ -268,28 +269,28 @@ class Run:
         return {"diverged": False} | shapes.RESULT(result, "", wrong), wrong
 
     def remedy(self, files: str) -> str:
-        """What to do where the end of a run is damaged."""
+        """Advice for a finished run with damaged files."""
         again = f"kalmannorm train --resume {self.folder}"
         return f"restore it from a copy, or delete {files} and train the run again with: {again}"
 
     def events(self, kind: str | None = None) -> list[Record]:
-        """Events of the log; a last line that a crash cut short is left out."""
+        """The events of the log. An incomplete last line, left by a crash, is ignored."""
         found, wrong = _events(self._log())
         if wrong:
             raise DamagedError(self.folder / "log.jsonl", wrong[0], "delete its folder and run it again")
         return [event for event in found if kind is None or event["event"] == kind]
 
     def events_in_part(self) -> tuple[list[Record], list[str]]:
-        """The events that can be read, and what is wrong with the other lines."""
+        """The readable events, and complaints about the other lines."""
         try:
             return _events(self._log())
         except DamagedError as error:
             return [], [error.found]
 
     def _log(self) -> bytes:
-        """The content of log.jsonl, verified where it has a digest; nothing where there is none yet."""
+        """The content of log.jsonl, verified if it has a digest; empty if there is no log yet."""
         path = self.folder / "log.jsonl"
-        # The digest of a log that still grows is in the newest checkpoint.
+        # While the log grows, its digest is in the newest checkpoint.
         if self.finished and path.name in manifest.entries(self.folder):
             return manifest.verified(self.folder, path.name)
         try:
@@ -304,13 +305,13 @@ class Run:
         return read_json(path, _NO_ANALYSIS) if path.is_file() else None
 
     def analysis_in_part(self, name: str) -> tuple[Record | None, list[str]]:
-        """The layers of an analysis that can be read, and what is wrong with the others."""
+        """The readable layers of an analysis, and complaints about the others."""
         record, wrong = self.analysis(name), list[str]()
         return None if record is None else shapes.ANALYSES[name](record, "", wrong), wrong
 
 
 def _events(log: bytes) -> tuple[list[Record], list[str]]:
-    """The events in a log, and what is wrong with the lines that hold none."""
+    """The events in a log, and complaints about lines that are not events."""
     lines = log.splitlines()
     found: list[Record] = []
     wrong: list[str] = []
@@ -321,7 +322,7 @@ def _events(log: bytes) -> tuple[list[Record], list[str]]:
             shape = shapes.EVENTS[event["event"]]
         except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(lines) - 1:
-                wrong.append(f"{place} is no event")
+                wrong.append(f"{place} is not an event")
             continue
         if (fitted := shape(event, place, wrong)) is not None:
             found.append({"event": event["event"], **fitted})
@@ -332,7 +333,7 @@ _NO_ANALYSIS = "delete it, and analyse the run again"
 
 
 def describe(folder: Path, recipe: Recipe, execution: Record, origin: Record) -> None:
-    """Write recipe.json, which makes a folder a run."""
+    """Write recipe.json. A folder with this file is a run."""
     record = {"format": FORMAT, "recipe": recipe.to_json(), "execution": execution, "origin": origin}
     write_protected(folder, {"recipe.json": as_json(record)})
 
@@ -344,22 +345,22 @@ def _recipe_from_format_0(record: Record) -> Record:
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    # A comparison, or a folder of comparisons; all that lies in a home folder would take minutes.
+    # Two levels find a comparison and a folder of comparisons. All levels of a home folder would take minutes.
     inside = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/recipe.json"))
     if not inside:
         return f"{folder} is not a run: it holds no recipe.json"
     count = "one" if len(inside) == 1 else f"{len(inside)} of them"
-    return f"{folder} is not a run, but holds {count}: give one, such as {inside[0]}"
+    return f"{folder} is not a run, but it holds {count}: give one, such as {inside[0]}"
 
 
 def forget_measurements(folder: Path) -> None:
-    """What was measured of a run that now goes on: it is no longer true."""
+    """Delete the evaluation and the analysis of a run that is resumed: they are outdated."""
     (folder / "evaluation.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "analysis", ignore_errors=True)
 
 
 def find_runs(*folders: Path) -> Iterator[Run]:
-    """Every run in these folders, at any depth, in the order of their names."""
+    """All runs in these folders, at any depth, sorted by path."""
     for folder in folders:
         if not folder.is_dir():
             raise LabError(f"there is no folder {folder}")

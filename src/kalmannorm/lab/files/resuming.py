@@ -1,7 +1,7 @@
-"""What a checkpoint holds beside the weights, and whether it is that.
+"""Validates the training state in a checkpoint: step, averages, optimizer, log.
 
-A file may be whole, and its digest right, and still hold something else: it was made by hand, by another program, or
-it has no digest. Whatever torch would take without a word, or refuse only in the next step, is refused here.
+A file with a right digest, or without one, may still have wrong contents, if a person or another program wrote it.
+torch would accept some of them silently, and fail on others only in the next step. They are refused here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kalmannorm.lab.recipes.recipe import Recipe
 
 AVERAGES = ("loss", "accuracy")
 KEEPS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-"""What an optimizer keeps of every parameter that had a gradient."""
+"""State that an optimizer keeps for every parameter that had a gradient."""
 
 
 def resumable(
     folder: Path, recipe: Recipe, steps: int, optimizer: torch.optim.Optimizer, precision: Any
 ) -> dict[str, Any]:
-    """The state in a checkpoint's folder, for a run of so many steps; the optimizer and Fabric's precision take theirs.
+    """Read and validate the state in a checkpoint's folder, and load it into the optimizer and Fabric's precision.
 
-    A log that lost events counts as damage too, or the run would go on with a gap in it: the checkpoint before needs
-    less of the log.
+    A log that lost events before the checkpoint counts as damage, too. Otherwise the log would have a gap. The
+    checkpoint before needs less of the log.
     """
     state, path = read_state(folder), folder / "resume.pt"
     try:
@@ -61,13 +61,15 @@ def _check_numbers(state: dict[str, Any], step: int, steps: int) -> None:
     if not isinstance(logged, list) or len(logged) != 2 or not all(map(_number, logged)) or logged[0] > step:
         raise ValueError(f"its last event cannot be at {reprlib.repr(logged)}")
     if not isinstance(speeds, list) or not all(map(_number, speeds)):
-        raise ValueError("its speeds are no list of numbers")
+        raise ValueError("its speeds are not a list of numbers")
     if type(log["bytes"]) is not int or log["bytes"] < 0 or not isinstance(log["sha256"], (str, type(None))):
         raise ValueError(f"its log cannot be {reprlib.repr(log)}")
     for name in AVERAGES:
         sums = state["averages"][name]
-        if not isinstance(sums, Tensor) or sums.dim() not in (1, 2) or sums.shape[-1] != 2:  # of all ranks, or of each
-            raise ValueError(f"its average {name} is no sum and count")
+        if (
+            not isinstance(sums, Tensor) or sums.dim() not in (1, 2) or sums.shape[-1] != 2
+        ):  # (2,) for all ranks together, (R, 2) for each
+            raise ValueError(f"its average {name} is not a sum and a count")
     if not isinstance(state["precision"], dict):
         raise ValueError(f"its precision cannot be {reprlib.repr(state['precision'])}")
 
@@ -77,7 +79,7 @@ def _number(value: Any) -> bool:
 
 
 def _check_optimizer(saved: Any, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-    """torch looks at the number of groups and of their parameters, and takes the rest as it comes."""
+    """torch itself checks only the numbers of groups and parameters."""
     groups, kept = saved["param_groups"], saved["state"]
     parameters: dict[int, Tensor] = {}
     for old, own in zip(groups, optimizer.param_groups, strict=True):

@@ -1,9 +1,9 @@
-"""What a record on disk has to look like. What does not fit is taken out of the record, and named.
+"""Schemas of the records on disk. Values that do not fit are removed from the record and reported.
 
 A file may have been edited, damaged, or written by another program. A shape is a function of a value, the value's place
-in its record ("accuracy.population") and a list. It returns what fits, or None, and adds to the list what did not fit.
-So code that reads a fitted record meets no wrong type, no NaN, no infinity, no number that overflows when it is
-squared, and no letter that cannot be written to a file.
+in its record ("accuracy.population") and a list. It returns the value, the parts of it that fit, or None. It adds a
+complaint to the list for everything else. So code that reads a fitted record never meets a wrong type, NaN, infinity, a
+number whose square overflows, or a character that cannot be written to a file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 Shape = Callable[[Any, str, list[str]], Any]
 
 LARGEST, SMALLEST = 1e60, 1e-60
-"""Numbers of runs are float32, within 1e-45 and 1e39. Larger ones are no measurement, and smaller ones are 0."""
+"""Numbers in runs are float32, from 1e-45 to 1e39. Larger ones are refused, smaller ones become 0."""
 
 
 def plain_text(words: str) -> str:
-    """With control characters and halves of surrogate pairs as escapes: HTML, SVG and files cannot hold them."""
+    """Escape control characters and lone surrogates: HTML, SVG and files cannot contain them."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", _escape, words)
 
 
@@ -33,7 +33,7 @@ def _told(value: Any) -> str:
 
 
 def _misfit(value: Any, place: str, wrong: list[str], wanted: str) -> Any:
-    """None, with a complaint; null needs none, since NaN is written as null, and so is what was not measured."""
+    """Return None and add a complaint. null gets no complaint: NaN and missing measurements are written as null."""
     if value is not None:
         wrong.append(f"{place} is {_told(value)}, not {wanted}")
     return None
@@ -63,7 +63,7 @@ def number(low: float = -LARGEST, high: float = LARGEST, *, whole: bool = False)
 
 
 def scalar(value: Any, place: str, wrong: list[str]) -> Any:
-    """One value that can be shown as it is."""
+    """A string, a bool or a number."""
     if isinstance(value, (str, bool)):
         return text(value, place, wrong) if isinstance(value, str) else value
     return number()(value, place, wrong)
@@ -78,7 +78,7 @@ def choice(*words: str) -> Shape:
 
 
 def numbers(value: Any, place: str, wrong: list[str]) -> Any:
-    """Many of them, and so in one pass: what is no number becomes None."""
+    """A list of numbers, in one pass, because lists are long. Other values in it become None."""
     if not isinstance(value, list):
         return _misfit(value, place, wrong, "a list of numbers")
     fitted = [
@@ -94,7 +94,7 @@ def numbers(value: Any, place: str, wrong: list[str]) -> Any:
 
 
 def matrix(value: Any, place: str, wrong: list[str]) -> Any:
-    """Rows of numbers, all as long as the shortest."""
+    """Rows of numbers, cut to the length of the shortest."""
     rows = several(numbers)(value, place, wrong)
     length = min(map(len, rows), default=0) if rows else 0
     if not length:
@@ -103,7 +103,7 @@ def matrix(value: Any, place: str, wrong: list[str]) -> Any:
 
 
 def several(shape: Shape) -> Shape:
-    """A list, without the members that do not fit."""
+    """A list. Members that do not fit are removed."""
 
     def fit(value: Any, place: str, wrong: list[str]) -> Any:
         if not isinstance(value, list):
@@ -115,7 +115,7 @@ def several(shape: Shape) -> Shape:
 
 
 def each(shape: Shape) -> Shape:
-    """An object of values by any names; null stays, so that a name is known to be there."""
+    """An object with any keys. A null value stays, so that its key stays."""
 
     def fit(value: Any, place: str, wrong: list[str]) -> Any:
         if not isinstance(value, dict):
@@ -130,8 +130,10 @@ def record(
     needed: Sequence[str] = (),
     check: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> Shape:
-    """An object with these fields; others are left out in silence, since later versions may write more. Without one
-    that is `needed`, or where `check` finds something wrong with the whole, nothing of it fits."""
+    """An object with these fields. Other fields are dropped silently, because later versions may write more.
+
+    The object does not fit if a `needed` field is missing, or if `check` returns a complaint.
+    """
 
     def fit(value: Any, place: str, wrong: list[str]) -> Any:
         if not isinstance(value, dict):
@@ -177,7 +179,7 @@ RESULT = record(
     }
 )
 CIRCUMSTANCES = record({"origin": each(scalar), "execution": each(scalar)})
-"""Of a run: what recipe.json holds besides the recipe."""
+"""The parts of recipe.json besides the recipe."""
 EVENTS: dict[str, Shape] = {
     "train": record(
         {
@@ -200,7 +202,7 @@ EVENTS: dict[str, Shape] = {
 
 
 def _same_channels(layer: dict[str, Any]) -> str | None:
-    """Every list of a layer has a number per channel."""
+    """Every list of a layer must have one number per channel."""
     lengths = {len(values) for values in layer.values() if isinstance(values, list)}
     return "has lists of different lengths" if len(lengths) > 1 else None
 
@@ -217,19 +219,19 @@ _OVER_SEEDS = record({"mean": _MEASURED, "std": _POSITIVE, "n": number(1, 1e6, w
 
 
 def _cell(value: Any, place: str, wrong: list[str]) -> Any:
-    """Of a table: a word, a number, or what several seeds say together."""
+    """A table cell: a string, a number, or mean and standard deviation over seeds."""
     return (_OVER_SEEDS if isinstance(value, dict) else scalar)(value, place, wrong)
 
 
 def _cells(value: Any, place: str, wrong: list[str]) -> Any:
-    """A row of a table; an empty cell keeps its place."""
+    """A table row. A cell that does not fit stays, as an empty one."""
     if not isinstance(value, list):
         return _misfit(value, place, wrong, "a list of cells")
     return [_cell(one, f"{place}[{i}]", wrong) for i, one in enumerate(value)]
 
 
 def _headings(value: Any, place: str, wrong: list[str]) -> Any:
-    """All of them or none: without one, the cells would stand in the wrong columns."""
+    """Table headings. If one does not fit, all are refused: cells would be in the wrong columns."""
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         return _misfit(value, place, wrong, "a list of texts")
     return [plain_text(one) for one in value]

@@ -1,1 +1,1 @@
-"""The machine: devices, memory, and where a figure was measured."""
+"""The machine: devices, memory, and the origin of a measurement."""

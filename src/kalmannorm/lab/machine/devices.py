@@ -1,4 +1,4 @@
-"""Where to compute: which device a name means, or the line that says why it means none; and on how many threads."""
+"""Devices by name, and CPU threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kalmannorm.lab.errors import LabError
 
 
 def resolve(device: str) -> torch.device:
-    """ "auto" is the first GPU, or the CPU where there is none."""
+    """The device of this name. "auto" is the first GPU, or the CPU if there is no GPU."""
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -32,12 +32,12 @@ def resolve(device: str) -> torch.device:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most_at_once() -> int:
-    """Threads or processes that make any sense here. A run may have begun on a machine with more cores than this."""
+    """Limit for threads and processes. A resumed run may ask for more, if it began on a machine with more cores."""
     return max(64, 4 * cores())
 
 
@@ -48,7 +48,7 @@ def check_threads(count: int | None) -> None:
 
 @contextmanager
 def on_threads(count: int | None) -> Iterator[None]:
-    """The CPU computes on so many threads while this lasts; None leaves their number as it is."""
+    """Use this many CPU threads inside the context. None changes nothing."""
     check_threads(count)
     before = torch.get_num_threads()
     if count is not None:

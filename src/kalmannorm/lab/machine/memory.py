@@ -1,4 +1,4 @@
-"""Memory: what cannot fit into this machine is refused before the work; running out of it is known by its error."""
+"""Memory: refuse tensors that cannot fit before the work starts, and recognize out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmannorm.lab.errors import LabError
 
 
 def total() -> int | None:
-    """Bytes of this machine's memory; None where the system does not say."""
+    """Bytes of memory of this machine; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -20,14 +20,14 @@ def total() -> int | None:
 
 
 def check_fits(what: str, shape: Sequence[int], bytes_each: int, remedy: str) -> None:
-    """Raise where a tensor of this shape alone takes more than all memory."""
+    """Raise if a single tensor of this shape needs more than the whole memory."""
     wanted, there = bytes_each * math.prod(shape), total()
     if there is not None and wanted > there:
-        raise LabError(f"{what} take {_shown(wanted)} of memory, and this machine has {_shown(there)}: {remedy}")
+        raise LabError(f"{what} take {_shown(wanted)} of memory, but this machine has {_shown(there)}: {remedy}")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether this error says that memory was lacking. The CPU's allocator has no exception of its own."""
+    """Whether this is an out-of-memory error. The CPU allocator raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -1,4 +1,4 @@
-"""Where a figure comes from: hardware, versions, commit and command, for every record."""
+"""The origin of a measurement: hardware, versions, commit and command. Every record contains it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import kalmannorm
 
 
 def commit() -> str:
-    """Of the checkout that this code runs from, "unknown" where it is installed."""
+    """The commit of the checkout that this code runs from; "unknown" for an installed package."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],
@@ -31,7 +31,7 @@ def commit() -> str:
 
 
 def command() -> str:
-    """This process's command line, as one would type it."""
+    """The command line of this process, as a user would type it."""
     program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).parents[3]
     script = program.suffix == ".py" and program.is_relative_to(checkout)
     name = program.relative_to(checkout).as_posix() if script else program.name
@@ -43,7 +43,7 @@ _MACHINES = {"aarch64": "64-bit ARM", "arm64": "64-bit ARM", "x86_64": "64-bit x
 
 
 def hardware() -> str:
-    """The kind of CPU, its cores, the vector instructions that torch uses, and the GPUs."""
+    """CPU architecture, number of cores, vector instructions that torch uses, and GPUs."""
     parts = [platform.machine(), f"{os.cpu_count()} CPU cores", torch.backends.cpu.get_cpu_capability()]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -52,12 +52,12 @@ def hardware() -> str:
 
 
 def in_words(told: str) -> str:
-    """The same for people, of older records too; "DEFAULT" says only that torch knows of no vector instructions."""
+    """The same text with readable names, also for old records. "DEFAULT" means no known vector instructions."""
     return ", ".join(_MACHINES.get(part, part) for part in told.split(", ") if part != "DEFAULT")
 
 
 def version(package: str) -> str:
-    """Of an installed distribution; "–" where it is not, as when another one brings the same code."""
+    """Version of an installed distribution; "–" if another distribution provides the same package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def version(package: str) -> str:
 
 
 def origin(*packages: str) -> dict[str, str]:
-    """`packages` are further distributions whose versions matter."""
+    """The origin as a record, with the versions of these further packages."""
     return {
         "hardware": hardware(),
         "threads": str(torch.get_num_threads()),

@@ -1,8 +1,8 @@
-"""Peak memory of one training step, in bytes that torch allocated: the same to the byte in every run.
+"""Peak memory of one training step, in bytes that torch allocated. Equal runs give the same number of bytes.
 
-The resident size of a process, which the system reports, also counts what malloc keeps for later, libraries and the
-interpreter; between equal runs it differs by more than the methods do. So on the CPU the allocator's own events are
-added up, every temporary inside an operation included; on a GPU torch keeps that count itself.
+The resident size of the process would also count libraries, the interpreter and memory that malloc keeps. It varies
+more between equal runs than between methods. So on the CPU we sum the events of torch's allocator, including
+temporaries inside operations. On a GPU torch keeps this count itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(step: Callable[[], object], held: Iterable[Tensor], device: torch.device) -> int:
-    """What `held` occupies, and the most that `step` holds beside it; gradients of an earlier step are to be None."""
+    """Bytes of the tensors in `held`, plus the peak of further bytes during `step`. Gradients must be None before."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values()) + (_on_gpu(step, device) if device.type == "cuda" else _on_cpu(step))
 
@@ -34,7 +34,7 @@ def _on_gpu(step: Callable[[], object], device: torch.device) -> int:
 
 
 def _on_cpu(step: Callable[[], object]) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it complains, on stderr, where there is no GPU to profile
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it warns on stderr if there is no GPU
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,6 +44,6 @@ def _on_cpu(step: Callable[[], object]) -> int:
     allocations = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     now = most = 0
     for event in allocations:
-        now += event["args"]["Bytes"]  # negative where memory is given back
+        now += event["args"]["Bytes"]  # negative if memory is freed
         most = max(most, now)
     return most

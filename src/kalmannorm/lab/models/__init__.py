@@ -18,7 +18,7 @@ from kalmannorm.lab.models.cifar_inception import CifarInception
 from kalmannorm.lab.models.cifar_resnet import DEPTHS, CifarResNet
 from kalmannorm.lab.models.digits_net import DigitsNet
 
-__all__ = ["build", "names"]
+__all__ = ["build", "check_known", "names"]
 
 OWN: dict[str, Callable[[int, int, float], nn.Module]] = {
     "digits-net": DigitsNet,
@@ -31,6 +31,12 @@ OWN: dict[str, Callable[[int, int, float], nn.Module]] = {
 def names() -> list[str]:
     """The lab's own nets; torchvision's and timm's are known by their names too."""
     return list(OWN)
+
+
+def check_known(name: str) -> None:
+    """Raise if there is no model of this name. Nothing is built."""
+    if name not in OWN and zoo.library_of(name) is None:
+        raise LabError(_unknown(name))
 
 
 def build(

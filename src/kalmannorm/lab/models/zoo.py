@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,17 +31,25 @@ def timm_names() -> list[str]:
     return list(timm.list_models())
 
 
-def build(name: str, classes: int, shape: tuple[int, int, int], pretrained: bool) -> nn.Module | None:
-    """The model of that name, or None where neither library has one; of a name that both have, torchvision's."""
+def library_of(name: str) -> Literal["torchvision", "timm"] | None:
+    """The library that builds a model of this name; torchvision if both do, None if neither does."""
     bare = name.removeprefix(TIMM)
     if name in torchvision_names():
-        model = _from_torchvision(name, classes, shape[0], pretrained)
-    elif name != bare and importlib.util.find_spec("timm") is None:
+        return "torchvision"
+    if name != bare and importlib.util.find_spec("timm") is None:
         raise LabError(f"{name} needs timm: pip install timm")
-    elif bare.split(".")[0] in timm_names():  # after the dot timm names its weights
-        model = _from_timm(bare, classes, shape[0], pretrained)
-    else:
+    return "timm" if bare.split(".")[0] in timm_names() else None  # after the dot timm names its weights
+
+
+def build(name: str, classes: int, shape: tuple[int, int, int], pretrained: bool) -> nn.Module | None:
+    """The model of this name, or None if neither library has one."""
+    library = library_of(name)
+    if library is None:
         return None
+    if library == "torchvision":
+        model = _from_torchvision(name, classes, shape[0], pretrained)
+    else:
+        model = _from_timm(name.removeprefix(TIMM), classes, shape[0], pretrained)
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise LabError(f"{name} holds no batch norm, so there is nothing to compare; resnet18 does, for one")
     _check_output(name, model, classes, shape)

@@ -1,1 +1,1 @@
-"""What a run is: setting, method, recipe, presets."""
+"""Definition of a run: setting, method, recipe, presets."""

@@ -1,4 +1,4 @@
-"""Whether a recipe can run where it is to run. Apart from `device`, whose libraries take seconds to import."""
+"""Checks whether a recipe can run on this machine. Not in `training.device`, because that imports Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 
 
 def checked(recipe: Recipe, execution: Execution) -> tuple[torch.device, int]:
-    """The device and the number of ranks, or the error that says why this recipe cannot run on them."""
+    """Return the device and the number of ranks, or raise if this recipe cannot run on them."""
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if recipe.gradient_batch % ranks or (recipe.gradient_batch // ranks) % recipe.statistics_batch:
         raise LabError(
@@ -21,12 +21,12 @@ def checked(recipe: Recipe, execution: Execution) -> tuple[torch.device, int]:
         )
     device = resolve(execution.device)
     if recipe.precision == "fp16" and device.type == "cpu":
-        raise LabError("--precision fp16 needs a GPU; a CPU has bf16")
+        raise LabError("--precision fp16 needs a GPU: give --precision bf16 on a CPU")
     if execution.cuda_graph and (ranks > 1 or device.type != "cuda" or recipe.precision == "fp16"):
         raise LabError("--cuda-graph needs one GPU, one rank and a precision other than fp16")
     if execution.micro_batch is not None and execution.micro_batch % recipe.statistics_batch:
         raise LabError(
-            f"--micro-batch {execution.micro_batch} must hold whole groups: a multiple of the statistics batch "
+            f"--micro-batch {execution.micro_batch} must be a multiple of the statistics batch "
             f"{recipe.statistics_batch}"
         )
     return device, ranks

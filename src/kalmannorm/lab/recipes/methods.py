@@ -1,4 +1,4 @@
-"""The normalizers that the lab compares: a plain BatchNorm model, converted as a user would convert it."""
+"""The normalizers that the lab compares. Each converts a plain BatchNorm model with `kalmannorm.convert`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kalmannorm.lab.errors import one_of
 
 @dataclass(frozen=True)
 class Method:
-    """`to` and `options` are those of `kalmannorm.convert`; `modes` the ways of inference it has."""
+    """A normalizer. `to` and `options` are arguments of `kalmannorm.convert`; `modes` are its inference modes."""
 
     title: str
     words: str
-    """What it is, in one sentence for people."""
+    """A description in one sentence."""
     to: str
     options: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = INFERENCE_MODES
     groups: bool = True
-    """Whether the statistics batch matters at all."""
+    """Whether it normalizes groups, so that the statistics batch matters."""
 
     def takes(self, name: str) -> bool:
-        """Whether this field of a recipe says anything to it."""
+        """Whether this recipe field has an effect on it."""
         return {"gain": self.to == "kalman", "finish_epochs": self.groups}.get(name, True)
 
 
@@ -71,9 +71,9 @@ def method(name: str) -> Method:
 def normalized(
     model: nn.Module, name: str, example: Tensor, *, statistics_batch: int, steps: int, gain: float | None = None
 ) -> nn.Module:
-    """The model, converted in place, for a training of `steps`; `gain` is where q starts, None the method's own start.
+    """Convert a model in place, for a training of `steps` steps. `gain` is the initial q; None is the method's default.
 
-    Batch Renorm's schedule is its paper's, scaled from 160,000 steps to this many.
+    Batch Renorm uses the schedule of its paper, scaled from 160,000 steps to `steps`.
     """
     chosen = method(name)
     options = dict(chosen.options)

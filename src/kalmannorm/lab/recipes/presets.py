@@ -1,8 +1,8 @@
-"""How each data set is trained unless one says otherwise: the defaults of `train`, `compare` and `reproduce`.
+"""Default recipe of each data set, for `train`, `compare` and `reproduce`.
 
-The paper gives neither learning rate nor schedule. Where it gives a length (170,000 steps of 256 on ImageNet, which is
-34 epochs) that is the length here. The schedule falls smoothly to zero: unlike steps it needs no milestones, so that a
-run shortened by `--budget` has the same shape as a full one.
+The paper gives neither learning rate nor schedule. It gives the length for ImageNet: 170,000 steps of 256 images, or 34
+epochs. We use that length. The schedule falls smoothly to zero. It has no milestones, so a run shortened by `--budget`
+has the same schedule, only compressed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.recipes.setting import Setting
 
 FOLDER = "folder:"
-"""What the name of a data set that is an image folder starts with."""
+"""Prefix of the name of a data set that is an image folder."""
 
 _CIFAR = Recipe(
     model="cifar-inception",
@@ -39,7 +39,7 @@ _IMAGENET = Recipe(
     schedule="linear",
 )
 PRESETS: dict[str, Recipe] = {
-    "digits": Recipe(),  # whose own defaults are those of digits
+    "digits": Recipe(),  # the defaults of the class
     "cifar10": _CIFAR,
     "cifar100": dataclasses.replace(_CIFAR, dataset="cifar100"),
     "tiny-imagenet": dataclasses.replace(_IMAGENET, dataset="tiny-imagenet", epochs=30, weight_decay=5e-4),
@@ -48,7 +48,7 @@ PRESETS: dict[str, Recipe] = {
 
 
 def preset(dataset: str, model: str | None = None) -> Recipe:
-    """The recipe of this data set, with its own model or the one given. `folder:PATH` is trained as ImageNet is."""
+    """The recipe of this data set, with the given model or the default one. `folder:PATH` has ImageNet's recipe."""
     if dataset.startswith(FOLDER):
         recipe = dataclasses.replace(_IMAGENET, dataset=dataset)
     else:
@@ -57,16 +57,16 @@ def preset(dataset: str, model: str | None = None) -> Recipe:
 
 
 ADAMW_RATE = 0.01
-"""Of the rate of SGD: AdamW's steps do not shrink with the gradient."""
+"""AdamW's learning rate relative to SGD's. AdamW's steps do not shrink with the gradient."""
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with what a user gave instead; AdamW gets a rate of its own unless one was given.
+    """The recipe with the changes of a user. AdamW gets another learning rate unless the user gave one.
 
-    What says nothing to its method is left out, so that a gain may be given to a comparison with other methods.
+    Changes that have no effect on the method are ignored. So --gain may be given to a comparison with other methods.
     """
     if changes.get("optimizer") == "adamw" and "momentum" in changes:
-        raise LabError("--momentum is of sgd: leave it out with --optimizer adamw")
+        raise LabError("--momentum is an option of sgd: leave it out with --optimizer adamw")
     takes = method(recipe.method).takes
     recipe = dataclasses.replace(recipe, **{name: value for name, value in changes.items() if takes(name)})
     if changes.get("optimizer") == "adamw" and "learning_rate" not in changes:
@@ -75,8 +75,10 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def at_setting(recipe: Recipe, setting: Setting) -> Recipe:
-    """The recipe at another setting, its learning rate in proportion to the gradient batch (the linear scaling rule:
-    Goyal et al. 2017): as many examples move the weights as far, in many small steps or in few large ones."""
+    """The recipe at another setting. The learning rate changes in proportion to the gradient batch.
+
+    This is the linear scaling rule of Goyal et al. 2017.
+    """
     return dataclasses.replace(
         recipe,
         gradient_batch=setting.gradient_batch,

@@ -1,4 +1,4 @@
-"""What a run is: `Recipe` decides its numbers, `Execution` how they are computed; both are saved beside them."""
+"""`Recipe` determines the results of a run, `Execution` how they are computed. Both are saved in its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Precision = Literal["float32", "bf16", "fp16", "float64"]
 
 BOUNDS: dict[str, Bounds] = {
     "epochs": positive(1e6),
-    # An optimizer hands both to float32, AdamW their product and ten times the rate.
+    # Optimizers convert both to float32. AdamW also converts their product, and ten times the rate.
     "learning_rate": positive(1e30),
     "weight_decay": up_to(1e6),
     "momentum": SHARE,
@@ -38,15 +38,15 @@ BOUNDS: dict[str, Bounds] = {
     "finish_epochs": up_to(1e6),
     "seed": whole(-(2**63), 2**63 - 1),
 }
-"""Of every number in a recipe but the setting, which has its own."""
+"""The range of every number in a recipe, except the setting, which checks itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a run's numbers depend on, but for rounding.
+    """Everything that the results of a run depend on, except rounding.
 
-    Equal recipes give equal results, bit for bit on one CPU with one number of threads: a sum over other parts rounds
-    differently, and training makes that grow.
+    Equal recipes give bit-identical results on the same CPU with the same number of threads. Another number of threads
+    splits sums differently. The rounding then differs, and training amplifies the difference.
     """
 
     model: str = "digits-net"
@@ -66,18 +66,18 @@ class Recipe:
     channels_last: bool = False
     augment: bool = True
     image_size: int | None = None
-    """None is the data set's own."""
+    """None: the size of the data set's images."""
     width: float = 1.0
-    """All channels of the model, scaled: see the experiment `parameters`."""
+    """Scales the channels of all layers. The experiment `parameters` uses it."""
     gain: float | None = None
-    """Where q starts; None is the method's own start."""
+    """Initial q. None: the default of the method."""
     train_examples: int | None = None
-    """Only so many of the training set, the same for every run; None is all."""
+    """Use only this many training images, the same in every run. None: all."""
     test_examples: int | None = None
     evaluate_every: float = 1.0
-    """Epochs between evaluations; 0 evaluates at the end only."""
+    """Epochs between evaluations. 0: only at the end."""
     finish_epochs: float = 0.0
-    """The last epochs are trained on frozen population statistics: kalmannorm.finish_on_population."""
+    """Epochs at the end with frozen population statistics, by `kalmannorm.finish_on_population`."""
     pretrained: bool = False
     seed: int = 0
     deterministic: bool = False
@@ -88,7 +88,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """A folder name for people; `digest` tells apart what it does not."""
+        """A readable folder name. Different recipes may share it; their `digest` differs."""
         return f"{self.model}-{self.method}-{self.gradient_batch}x{self.statistics_batch}-s{self.seed}".replace(
             "/", "_"
         )
@@ -98,7 +98,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
     def checked(self) -> Recipe:
-        """This recipe, or the error that says what is wrong with it."""
+        """Return this recipe, or raise if it is invalid."""
         self.setting.checked()
         method(self.method)
         for name, choices in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
@@ -114,7 +114,7 @@ class Recipe:
         return self
 
     def differs_in(self, other: Recipe) -> str | None:
-        """The first field whose value is another in the other recipe."""
+        """The name of the first field that differs from the other recipe; None if all are equal."""
         return next((name for name, value in self.to_json().items() if getattr(other, name) != value), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
     "Path | None": (str, type(None)),
 }
-"""What a field's annotation allows in JSON; of all others, a word."""
+"""JSON types that a field's annotation allows. Fields with other annotations are strings."""
 
 
 def _check_kinds(cls: type[Any], values: dict[str, Any], what: str) -> None:
@@ -155,25 +155,25 @@ def _possible(annotation: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a run is computed: none of this changes its numbers by more than rounding."""
+    """How a run is computed. These options change its results only by rounding."""
 
     device: str = "auto"
     threads: int | None = None
-    """Of the CPU; None is as many as torch sees fit."""
+    """CPU threads. None: torch decides."""
     micro_batch: int | None = None
-    """Examples per forward, gradients accumulated; None is the whole gradient batch."""
+    """Examples per forward pass; gradients are accumulated. None: the whole gradient batch."""
     fuse: bool = False
-    """Norm and ReLU, and norm, sum and ReLU, in one pass, where the method's norms can: `kalmannorm.fuse`."""
+    """Fuse norms with the sum and ReLU after them, by `kalmannorm.fuse`, if the method supports it."""
     compile: bool = False
     cuda_graph: bool = False
     workers: int = 4
-    """Processes that read an image folder."""
+    """Processes that read the images of an image folder."""
     data_root: Path | None = None
-    """Where data sets are kept; None is the default of `kalmannorm data`."""
+    """Folder of the data sets. None: the default of `kalmannorm data`."""
     save_every: int | None = None
-    """Steps between checkpoints; None is once per epoch."""
+    """Steps between checkpoints. None: one epoch."""
     log_every: int | None = None
-    """Steps between events of the log; None is ten times per epoch."""
+    """Steps between log events. None: a tenth of an epoch."""
     tensorboard: bool = True
 
     def checked(self) -> Execution:
@@ -186,9 +186,9 @@ class Execution:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Execution:
-        """Of what was saved beside a recipe, which also tells the ranks and may tell what other versions know.
+        """From the record that was saved with a recipe. Fields that this class does not have are ignored.
 
-        Kinds are checked, numbers are not: another machine may refuse them, and a user may replace them.
+        Types are checked. Ranges are not: they depend on the machine, and a user may override the values.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}

@@ -1,1 +1,1 @@
-"""One run: the loop, its step, its evaluation, its ranks and its restarts."""
+"""Training of one run: loop, step, evaluation, ranks and restarts."""

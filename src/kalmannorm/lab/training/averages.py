@@ -1,47 +1,48 @@
-"""Running averages of what training sees: a NaN stays a NaN, and ranks are joined when the average is asked for."""
+"""Running averages of loss and accuracy between two log events."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from kalmannorm.lab.training.fabric import Fabric
 
 
-class Average:
-    """The mean of what was added since the last reset, in float64 on the device; nothing waits before it is asked."""
+class Average(MeanMetric):
+    """torchmetrics' mean in float64. A NaN makes the average NaN. Only reading a value waits for the device.
+
+    Our part is the checkpoint. torchmetrics saves one joint state, but each rank must get its own sum back: a resumed
+    run then adds the same numbers in the same order, and its log is bit-identical.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        # "disable" keeps a NaN, and looks for none: looking would wait for the device in every step.
+        super().__init__(nan_strategy="disable", sync_on_compute=False, compute_with_cache=False)
+        self.to(device)
+        self.set_dtype(torch.float64)  # last: after it, torchmetrics 1.9's `to` would round what is added to float32
 
-    def add(self, value: Tensor) -> None:
-        self.sums[0] += value
-        self.sums[1] += 1
+    def of_this_rank(self) -> float:
+        return float(self.compute())
 
-    def here(self) -> float:
-        """Of this rank; waits for the device."""
-        total, count = self.sums.tolist()
-        return float(total / count) if count else float("nan")
+    def of_all_ranks(self) -> float:
+        with self.sync_context():
+            return float(self.compute())
 
-    def joined(self, fabric: Fabric) -> Tensor:
-        """Sum and count of all ranks."""
-        found = fabric.all_reduce(self.sums.clone(), reduce_op="sum")
-        assert isinstance(found, Tensor)
-        return found
-
-    def of_ranks(self, fabric: Fabric) -> Tensor:
-        """Sum and count of every rank, (R, 2)."""
-        found = fabric.all_gather(self.sums.clone())
+    def sums_of_ranks(self, fabric: Fabric) -> Tensor:
+        """Sum and count of every rank, (R, 2), for a checkpoint."""
+        found = fabric.all_gather(torch.stack([self.mean_value, self.weight]))
         assert isinstance(found, Tensor)
         return found.reshape(-1, 2)
 
-    def restore(self, of_ranks: Tensor, fabric: Fabric) -> None:
-        """Each rank takes what was its own, so that all is added up in the same order; else rank 0 takes it all."""
-        rows = of_ranks.reshape(-1, 2)
+    def restore(self, sums_of_ranks: Tensor, fabric: Fabric) -> None:
+        """Each rank takes its own sum back. If the number of ranks has changed, rank 0 takes the total."""
+        rows = sums_of_ranks.reshape(-1, 2)
         if len(rows) == fabric.world_size:
-            self.sums.copy_(rows[fabric.global_rank])
+            total, count = rows[fabric.global_rank]
         elif fabric.global_rank == 0:
-            self.sums.copy_(rows.sum(0))
-
-    def reset(self) -> None:
-        self.sums.zero_()
+            total, count = rows.sum(0)
+        else:
+            return
+        self.mean_value.copy_(total)
+        self.weight.copy_(count)

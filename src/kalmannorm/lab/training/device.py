@@ -1,8 +1,8 @@
-"""Where a run computes: devices, ranks and precision, from Lightning Fabric.
+"""Device, ranks and precision of a run, from Lightning Fabric.
 
-Fabric rather than Accelerate because it keeps no state of the process: a comparison builds one per run, each with its
-own precision. It gives ranks and DDP under `torchrun`, autocast, and the scaler that float16 needs; nothing more of it
-is used, so the loop in `train.py` reads as plain PyTorch.
+Fabric provides ranks and DDP under `torchrun`, autocast, and the gradient scaler for float16. We use nothing else of
+it, so the loop in `train.py` reads like plain PyTorch. Accelerate keeps global state per process. Fabric does not, so a
+comparison can build one Fabric per run, each with its own precision.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.fabric import DDPStrategy, Fabric
 from kalmannorm.lab.training.meeting import meet
 
-# float64 is plain here: the model and the data are float64, and Fabric's own double precision would round the logits.
+# For float64 the model and the data are float64. Fabric's own double precision would round the logits.
 _PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "float64": "32-true"}
 
 
 def launched(recipe: Recipe, execution: Execution) -> Fabric:
-    """Fabric on this process's device; under `torchrun`, one of its ranks."""
+    """Fabric on the device of this process, which may be one of several ranks."""
     device, ranks = checked(recipe, execution)
     precision: Any = _PRECISION[recipe.precision]
     if ranks > 1:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
-        # Statistics are joined by `accumulate_statistics`, so rank 0 need not send its buffers before each forward.
+        # `accumulate_statistics` keeps buffers equal on all ranks, so DDP need not broadcast them before each forward.
         strategy = DDPStrategy(broadcast_buffers=False)
-        if not distributed.is_initialized():  # a group that is already there is its maker's to part
-            atexit.register(_part)
+        if not distributed.is_initialized():  # a group that exists already is destroyed by its creator
+            atexit.register(_leave_group)
             meet(device.type)
         fabric = Fabric(
             accelerator=device.type, strategy=strategy, devices=here, num_nodes=ranks // here, precision=precision
@@ -47,20 +47,19 @@ def launched(recipe: Recipe, execution: Execution) -> Fabric:
     return fabric
 
 
-def _part() -> None:
-    """The end of the ranks' group, while Python is still there.
+def _leave_group() -> None:
+    """Destroy the process group before the interpreter ends.
 
-    A thread of gloo's that lets go of its last tensor after the interpreter has ended aborts the process, and torchrun
-    calls the whole run failed.
+    If a gloo thread frees its last tensor after that, the process aborts, and torchrun reports the run as failed.
     """
     if distributed.is_initialized():
-        gc.collect()  # a model under DDP, which lies in cycles, holds the group as well
+        gc.collect()  # a DDP model is in reference cycles and also holds the group
         distributed.destroy_process_group()
 
 
 @contextmanager
 def determinism(wanted: bool) -> Iterator[None]:
-    """Only deterministic kernels, while this lasts; an operation that has none raises."""
+    """Allow only deterministic kernels inside the context, if wanted. An operation without one raises."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

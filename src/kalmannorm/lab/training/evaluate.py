@@ -1,4 +1,4 @@
-"""Test accuracy and loss in each way of inference; and once more with recalibrated population statistics."""
+"""Test accuracy and loss in each inference mode, and with recalibrated population statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Scores = dict[str, dict[str, float]]
 
 
 def evaluation_batch(recipe: Recipe, limit: int | None = None) -> int:
-    """How many examples are tested at a time: whole groups of the statistics batch, about as many as in training."""
+    """Test examples per batch: a multiple of the statistics batch, about as many as in training."""
     m = recipe.statistics_batch
     most = min(max(recipe.gradient_batch, 256), limit or 1024)
     return max(most // m, 1) * m
@@ -41,11 +41,11 @@ def evaluate(
     ranks: int = 1,
     wrapped: Callable[[Tensor], Tensor] | None = None,
 ) -> Scores:
-    """{mode: {"accuracy": %, "loss": …, "top5": % where there are more than 20 classes}} of all ranks together.
+    """{mode: {"accuracy": %, "loss": …, "top5": % if there are more than 20 classes}} over all ranks.
 
-    The model is left in the mode, training or not, and in the way of inference that it had. `wrapped` runs it, where
-    that is more than a call; without it, it runs in the precision of the recipe. Of `batch` inference, whose groups are
-    of m test examples, the last test_size % m examples are left out.
+    Afterwards the model has the training flag and the inference modes that it had before. `wrapped` replaces the call
+    of the model, for example by DDP. Without it the model runs in the precision of the recipe. `batch` inference has
+    groups of m test examples and skips the last test_size % m examples.
     """
     if batch is not None and (not 1 <= batch <= MOST_EXAMPLES or batch % recipe.statistics_batch):
         raise LabError(
@@ -88,13 +88,13 @@ def _scores(
     metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(**options)}
     if data.classes > 20:
         metrics["top5"] = MulticlassAccuracy(top_k=5, **options)
-    total, count = SumMetric("disable"), SumMetric("disable")  # a NaN is a NaN
+    total, count = SumMetric("disable"), SumMetric("disable")  # keeps a NaN
     for metric in (*metrics.values(), total, count):
         metric.to(first.device)
     for images, labels in data.test_batches(batch or evaluation_batch(recipe), rank=rank, ranks=ranks):
         ragged = len(images) % recipe.statistics_batch
         if mode == "batch" and ragged and data.test_size > recipe.statistics_batch:
-            images, labels = images[:-ragged], labels[:-ragged]  # they fill no group
+            images, labels = images[:-ragged], labels[:-ragged]  # an incomplete group
             if not len(images):
                 continue
         logits = forward(prepared(images, recipe))
@@ -107,14 +107,14 @@ def _scores(
 
 
 def prepared(images: Tensor, recipe: Recipe) -> Tensor:
-    """In the dtype and memory format of the recipe."""
+    """The images in the dtype and memory format of the recipe."""
     if recipe.precision == "float64":
         images = images.double()
     return images.contiguous(memory_format=torch.channels_last) if recipe.channels_last else images
 
 
 def in_precision(model: nn.Module, recipe: Recipe) -> Callable[[Tensor], Tensor]:
-    """The model under autocast, where it was trained so."""
+    """The model, under autocast if the recipe has mixed precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
 
     def forward(images: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def in_precision(model: nn.Module, recipe: Recipe) -> Callable[[Tensor], Tensor]
 
 
 def recalibrated(model: nn.Module, data: Data, recipe: Recipe, *, max_batches: int | None = None) -> nn.Module:
-    """A copy whose population statistics are those of the training set, not augmented."""
+    """A copy of the model with population statistics of the whole training set, without augmentation."""
     if not any(True for _ in norms(model)):
         raise LabError(f"{method(recipe.method).title} has no population statistics to recalibrate")
     model = copy.deepcopy(model)

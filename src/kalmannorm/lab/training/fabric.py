@@ -1,4 +1,4 @@
-"""Lightning Fabric, by itself or as a part of Lightning: whichever is installed."""
+"""Imports Lightning Fabric from `lightning_fabric` or from `lightning`, whichever is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step under way, with a checkpoint."""
+"""Ctrl-C and SIGTERM end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kalmannorm.lab.training.fabric import Fabric
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM is only remembered; a second Ctrl-C interrupts at once.
+    """While entered, the first SIGINT or SIGTERM is only recorded. A second Ctrl-C stops the run at once.
 
-    `torchrun` passes a terminal's SIGINT on as a SIGTERM, so a signal that follows within a second is the same wish.
+    After a Ctrl-C `torchrun` also sends a SIGTERM. So a second signal within one second is ignored.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # handlers belong to the main thread
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -38,10 +38,10 @@ class Signals:
         if self.since is None:
             self.since = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self.since > 1:
-            raise Interrupted("stopped at once; --resume goes on from the last checkpoint")
+            raise Interrupted("stopped at once; --resume continues from the last checkpoint")
 
     def stop(self, fabric: Fabric) -> bool:
-        """Whether any rank was asked to stop: all of them end at the same step."""
+        """Whether any rank got a signal. All ranks get the same answer, so they end at the same step."""
         asked = self.since is not None
         if fabric.world_size == 1:
             return asked

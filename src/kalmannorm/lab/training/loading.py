@@ -1,4 +1,4 @@
-"""From a recipe to its data and its model, and from a run on disk back to what it trained."""
+"""Builds the data and the model of a recipe, and loads trained runs from disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kalmannorm.lab.training.evaluate import prepared
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained run, after `step` of its `steps`: its model in `eval()`, and the data that it was trained on."""
+    """A run from disk after `step` of `steps` steps: the model in `eval()`, and its data set."""
 
     run: Run
     model: nn.Module
@@ -34,7 +34,7 @@ class Loaded:
 
     @property
     def position(self) -> str:
-        """Of a run that is not at its end, for the end of a title."""
+        """ ", at step 4 of 8" for an unfinished run, else "". The end of a title."""
         return "" if self.step == self.steps else f", at step {self.step} of {self.steps}"
 
 
@@ -51,7 +51,7 @@ def data_of(recipe: Recipe, device: torch.device, execution: Execution) -> Data:
     if found.train_size < recipe.gradient_batch:
         raise LabError(
             f"a gradient batch of {recipe.gradient_batch} is more than the {found.train_size} training images of "
-            f"{recipe.dataset}; give a smaller setting or another --dataset"
+            f"{recipe.dataset}: give a smaller setting or another --dataset"
         )
     images = f"{recipe.gradient_batch:,} images of {found.shape[1]}×{found.shape[2]}"
     check_fits(images, (recipe.gradient_batch, *found.shape), 4, "give a smaller --image-size or --setting")
@@ -59,12 +59,12 @@ def data_of(recipe: Recipe, device: torch.device, execution: Execution) -> Data:
 
 
 def steps_of(recipe: Recipe, data: Data) -> int:
-    """Optimizer steps of the whole training: the images that do not fill a batch are left out of each epoch."""
+    """Optimizer steps of the whole training. Each epoch skips the images that do not fill a batch."""
     return max(round(recipe.epochs * (data.train_size // recipe.gradient_batch)), 1)
 
 
 def model_of(recipe: Recipe, data: Data, device: torch.device) -> nn.Module:
-    """The model as training starts from it: the same weights for every method and setting of a seed."""
+    """The model before training. For one seed, all methods and settings have the same weights."""
     torch.manual_seed(recipe.seed)
     model = models.build(
         recipe.model, classes=data.classes, shape=data.shape, width=recipe.width, pretrained=recipe.pretrained
@@ -85,10 +85,10 @@ def model_of(recipe: Recipe, data: Data, device: torch.device) -> nn.Module:
 
 
 def fused(model: nn.Module, recipe: Recipe, shape: tuple[int, int, int]) -> nn.Module:
-    """The same model with what follows its norms in their own passes; as it is, where its norms are torch's own."""
+    """Fuse the norms of a model with the sum and ReLU after them. Methods with torch's own norms stay unchanged."""
     if not method(recipe.method).groups:
         return model
-    # Not zeros: on them a forward that is another might not show.
+    # `fuse` compares outputs on these images. Zeros could hide a difference.
     images = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     return fuse(model, prepared(images.to(next(model.parameters()).device), recipe), inplace=True)
 
@@ -96,24 +96,24 @@ def fused(model: nn.Module, recipe: Recipe, shape: tuple[int, int, int]) -> nn.M
 def load_run(
     folder: Path, *, device: str | torch.device = "auto", data_root: Path | None = None, workers: int = 4
 ) -> Loaded:
-    """What a finished run trained, or an unfinished one at its last checkpoint."""
+    """Load a finished run, or the last checkpoint of an unfinished one."""
     run = Run.read(folder)
     where = resolve(str(device))
     found = data_of(run.recipe, where, Execution(data_root=data_root, workers=workers))
     model = model_of(run.recipe, found, where)
     weights = folder / "model.safetensors"
     steps = steps_of(run.recipe, found)
-    step = steps if run.result is None else int(run.result.get("steps", steps))  # a diverged run ends sooner
+    step = steps if run.result is None else int(run.result.get("steps", steps))  # a diverged run ends early
     if weights.is_file() or run.finished:
         checkpoint.load_weights(weights, model, run.remedy("it and result.json"))
     else:
         step = checkpoint.newest(folder, lambda saved: _load(saved, model)) or 0
         if not step:
-            raise LabError(f"{folder} holds no weights yet: kalmannorm train --resume {folder}")
+            raise LabError(f"{folder} holds no weights yet: train it with kalmannorm train --resume {folder}")
     return Loaded(run, model.eval(), found, where, step, steps)
 
 
 def _load(saved: Path, model: nn.Module) -> int:
-    """Into the model the weights of a checkpoint, whose step is returned."""
+    """Load the weights of a checkpoint into the model, and return its step."""
     checkpoint.load_weights(saved / "model.safetensors", model)
     return checkpoint.step_of(saved)

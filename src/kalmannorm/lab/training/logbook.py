@@ -1,4 +1,4 @@
-"""Where a run's events go: the log on disk, TensorBoard, and whoever watches."""
+"""Sends the events of a run to the log on disk, to TensorBoard and to a `watch` function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Watch = Callable[[Record], None]
 
 
 class Logbook:
-    """One of rank 0; that of other ranks, which has no folder, writes nothing."""
+    """Rank 0 passes a folder. On other ranks the folder is None, and nothing is written."""
 
     def __init__(self, folder: Path | None, watch: Watch | None, *, step: int, offset: int, tensorboard: bool) -> None:
         self.watch = watch
@@ -24,11 +24,11 @@ class Logbook:
         if folder is not None and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events that a crash left after the checkpoint are hidden from `step` on; without one, from the start.
+            # TensorBoard hides events from `step` on that an earlier start wrote: they are written again.
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def written(self) -> Entry:
-        """Size and digest of the log so far, on rank 0, which has one."""
+        """Size and digest of the log so far. Only rank 0 has one."""
         assert self.log is not None
         return self.log.written()
 
@@ -43,11 +43,11 @@ class Logbook:
             self.watch({"event": event, "step": step, **values})
 
     def due(self) -> bool:
-        """Whether whoever watches should hear of the progress: four times a second."""
+        """Whether to report progress now: at most four times per second."""
         return self.watch is not None and self.log is not None and time.monotonic() - self._shown > 0.25
 
     def progress(self, **values: Any) -> None:
-        """Not logged: how far the run is."""
+        """Report progress to `watch`. It is not logged."""
         self._shown = time.monotonic()
         if self.watch is not None:
             self.watch({"event": "progress", **values})

@@ -1,8 +1,8 @@
-"""How the ranks of a torchrun job find each other, also when torchrun has started them again.
+"""Initializes the process group under torchrun, also after torchrun has restarted the ranks.
 
-torchrun keeps one store for all starts of its ranks, and the store keeps what the ranks of earlier starts wrote. A new
-rank that reads the address of an old one fails to connect (pytorch issue 135712). torchrun's restart count does not
-tell starts apart: it may differ between nodes. So the ranks agree on a name for this start, and meet under it.
+torchrun uses one store for all starts of its ranks. The store keeps the entries of earlier starts. A new rank that
+reads the address of an old rank fails to connect (pytorch issue 135712). torchrun's restart count does not identify a
+start, because it may differ between nodes. So the ranks agree on a new name for this start, and use it as a prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAUSE = 0.02
 
 
 def meet(device_type: str) -> None:
-    """Join the group of all ranks, on this kind of device."""
+    """Initialize the process group of all ranks for this type of device."""
     store, rank, ranks = next(rendezvous("env://"))
     cuda = device_type == "cuda"
     distributed.init_process_group(
@@ -35,16 +35,16 @@ def meet(device_type: str) -> None:
         store=of_this_start(store, rank, ranks),
         rank=rank,
         world_size=ranks,
-        timeout=default_pg_timeout,  # NCCL's own is a third of it, and the first rank saves alone
+        timeout=default_pg_timeout,  # longer than NCCL's default: all ranks wait while rank 0 saves
         device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else None,
     )
 
 
 def of_this_start(store: Store, rank: int, ranks: int) -> Store:
-    """A part of the store that holds nothing but what the ranks of this start write.
+    """A part of the store that only the ranks of this start write to.
 
-    Rank 0 names the start. Every other rank announces itself under that name, and rank 0 repeats what it announced.
-    The name and all announcements are new, so an old entry is never taken for an answer.
+    Rank 0 writes the name of the start. Every other rank writes a random word under that name, and rank 0 repeats the
+    word. The name and the words are new in every start, so a rank cannot mistake an old entry for an answer.
     """
     own = uuid.uuid4().hex
     if rank == 0:
@@ -64,7 +64,7 @@ def of_this_start(store: Store, rank: int, ranks: int) -> Store:
 
 @contextmanager
 def lost_ranks_told() -> Iterator[None]:
-    """By one line: where a rank has ended, all others fail, each in the exchange it is at."""
+    """If a rank has ended, communication fails on all others. Report it in one line."""
     try:
         yield
     except RuntimeError as error:
@@ -72,6 +72,6 @@ def lost_ranks_told() -> Iterator[None]:
         if not isinstance(error, DistError) and "gloo" not in text.lower():
             raise
         raise LabError(
-            f"another rank has ended or does not answer ({text}): give the same command again, or let torchrun do so "
-            "by --max-restarts"
+            f"another rank has ended or does not answer ({text}): run the same command again, or let torchrun do it "
+            "with --max-restarts"
         ) from error

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, and its learning rate as a function of the step alone, so that resuming needs no state."""
+"""Optimizer and learning rate. The rate is a function of the step alone, so a resumed run needs no saved schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kalmannorm._model.optimization import parameter_groups
 from kalmannorm.lab.recipes.recipe import Recipe
 
 STEPS_DOWN = (0.5, 0.75)
-"""Where, in shares of the training, the schedule "step" divides the rate by ten."""
+"""Fractions of the training after which the schedule "step" divides the rate by ten."""
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """γ, β and the filter's parameters do not decay."""
+    """The optimizer of a recipe. γ, β and the Kalman filter's parameters have no weight decay."""
     groups = parameter_groups(model, recipe.weight_decay)
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.learning_rate)
@@ -24,7 +24,7 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int, warmup: int) -> float:
-    """Of the step numbered `step`, from 0, of `steps`: a linear rise over `warmup` steps, then the schedule."""
+    """The learning rate at `step` (counted from 0) of `steps`: linear warm-up, then the schedule."""
     if step < warmup:
         return recipe.learning_rate * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(steps - warmup, 1)

@@ -1,7 +1,7 @@
 """Forward and backward of one gradient batch: in one pass, in micro-batches, over ranks, or as a CUDA graph.
 
-All of them give the same gradients and the same running statistics: micro-batches and ranks hold whole groups of the
-statistics batch, and what they saw is joined into one update by `kalmannorm.accumulate_statistics`.
+All of them give the same gradients and the same running statistics. Micro-batches and ranks hold whole groups of the
+statistics batch, and `kalmannorm.accumulate_statistics` joins their statistics into one update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.fabric import Fabric
 
 Outcome = tuple[Tensor, Tensor]
-"""The mean loss and the share of right answers of this rank's examples, on the device."""
+"""Mean loss and accuracy (0 to 1) over the examples of this rank, on the device."""
 
 
 class Step:
-    """Call it with this rank's images and labels; gradients are then in the parameters."""
+    """Call it with the images and labels of this rank. It leaves the gradients in the parameters."""
 
     def __init__(self, fabric: Fabric, model: nn.Module, recipe: Recipe, execution: Execution) -> None:
         self.fabric, self.model = fabric, model
@@ -57,7 +57,7 @@ class Step:
         return torch.stack(losses).sum(), torch.stack(right).sum() / len(images)
 
     def recapture(self) -> None:
-        """After the model's way of running has changed, as when its statistics are frozen."""
+        """Discard the CUDA graph. Call it after the model changes, for example when its statistics are frozen."""
         if self.graph is not None:
             self.graph = Graph(self)
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class Graph:
-    """A step as a CUDA graph: thousands of small kernels at the price of one launch."""
+    """A step as a CUDA graph: one launch instead of thousands of small kernel launches."""
 
     WARMUP = 3
 
@@ -90,7 +90,7 @@ class Graph:
 
     def _capture(self, images: Tensor, labels: Tensor) -> None:
         for parameter in self.step.model.parameters():
-            parameter.grad = None  # of a graph before: what this one leaves out would keep its last gradient
+            parameter.grad = None  # left by an earlier graph: unused parameters would keep an old gradient
         self.images, self.labels = images.clone(), labels.clone()
         start = {name: value.clone() for name, value in self.step.model.state_dict().items()}
         drawn = torch.cuda.get_rng_state(images.device)
@@ -103,8 +103,8 @@ class Graph:
         self.captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.captured):
             self.outcome = self._run()
-        self.step.model.load_state_dict(start)  # the warm-up moved the running statistics
-        torch.cuda.set_rng_state(drawn, images.device)  # and drew what this step's dropout should draw
+        self.step.model.load_state_dict(start)  # the warm-up changed the running statistics
+        torch.cuda.set_rng_state(drawn, images.device)  # and used the random numbers of this step
 
     def _run(self) -> Outcome:
         for parameter in self.step.model.parameters():

@@ -1,4 +1,4 @@
-"""The time that training takes, without evaluation, checkpoints and what came before a resumption."""
+"""Measures training time, without evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Runs while entered by `running()`, but not while `paused()`."""
+    """Runs inside `running()`, except inside `paused()`."""
 
     def __init__(self) -> None:
         self._before = 0.0

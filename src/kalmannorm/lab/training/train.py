@@ -1,7 +1,7 @@
-"""One run, from its recipe to its result: the loop, its log, its checkpoints, and how it goes on after an interruption.
+"""Trains one run: loop, log, checkpoints, and resuming after an interruption.
 
-Every random choice is a function of the seed and the position (epoch, step) alone, and a checkpoint holds the rest, so
-a resumed run ends with the very weights of an uninterrupted one.
+Every random choice depends only on the seed and the position (epoch, step). A checkpoint holds the remaining state. So
+a resumed run ends with the same weights as an uninterrupted one, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from kalmannorm.lab.training.step import Step
 from kalmannorm.lab.training.stopwatch import Stopwatch
 
 PATIENCE = 60.0
-"""Seconds that a restart waits for the processes of the start before to end: launchers kill them after 30."""
+"""Seconds that a restart waits until the old processes have ended. Launchers kill them after 30."""
 
 
 def train(
@@ -66,17 +66,18 @@ def train(
 ) -> Record:
     """Train a run into a folder and return its result, which is also in `folder/result.json`.
 
-    `resume` goes on from the last checkpoint, or starts where there is none; a run that has a result is left as it is.
-    A launcher that gives the same command again (torchrun, a requeued Slurm job) resumes without being asked to.
-    `watch` is called with every event of the log, and with "progress" a few times a second. Raises `Interrupted` after
-    a SIGINT or SIGTERM, when a checkpoint has been saved, and `DivergedError` where the loss turns NaN, when the result
-    has been written.
+    With `resume` the run continues from the last checkpoint, or starts if there is none. A finished run stays
+    unchanged. Under a launcher that repeats commands (torchrun, a requeued Slurm job) `resume` is always on. `watch` is
+    called with every log event, and with "progress" a few times per second.
+
+    After a SIGINT or SIGTERM a checkpoint is saved and `Interrupted` is raised. If the loss becomes NaN, the result is
+    written and `DivergedError` is raised.
     """
     recipe, execution = recipe.checked(), (execution or Execution()).checked()
-    _, ranks = fitting.checked(recipe, execution)  # before the folder, which is no mistake to hear of first
+    _, ranks = fitting.checked(recipe, execution)  # before complaints about the folder
     usable(folder)
-    resume = resume or launcher.gives_again()
-    # Several ranks look together, when no process of an earlier start can write any more: see `Training.begin`.
+    resume = resume or launcher.repeats_commands()
+    # Several ranks look later, in `Training.begin`, when no process of an earlier start can write any more.
     if ranks == 1 and (result := _found(recipe, folder, resume=resume)) is not None:
         return result
     with (
@@ -100,7 +101,7 @@ def train(
 
 
 def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
-    """The result that is in the folder already; an error, where this run can neither start nor go on there."""
+    """The result if the folder has one. Raises if this run can neither start nor be resumed in the folder."""
     if not (folder / "recipe.json").exists():
         if checkpoint.checkpoints(folder):
             raise LabError(
@@ -111,7 +112,7 @@ def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
     if not resume:
         if run.finished:
             raise LabError(f"{folder} holds a finished run: give another --out, or delete it")
-        raise LabError(f"{folder} holds an unfinished run: go on with it by --resume {folder}, or give another --out")
+        raise LabError(f"{folder} holds an unfinished run: resume it with --resume {folder}, or give another --out")
     if name := recipe.differs_in(run.recipe):
         raise LabError(
             f"{folder} holds a run of another recipe, with {name} {getattr(run.recipe, name)} instead of "
@@ -126,7 +127,7 @@ def _found(recipe: Recipe, folder: Path, *, resume: bool) -> Record | None:
 
 
 class Training:
-    """A run under way; `done` optimizer steps of `steps` are behind it."""
+    """A run in progress, after `done` of `steps` optimizer steps."""
 
     def __init__(self, recipe: Recipe, folder: Path, execution: Execution, watch: Watch | None) -> None:
         self.recipe, self.folder, self.execution, self.watch = recipe, folder, execution, watch
@@ -148,15 +149,15 @@ class Training:
         self.stopwatch = Stopwatch()
         self.done = 0
         self.logged = 0, 0.0
-        """Steps and seconds at the last event of the log."""
+        """Steps and seconds at the last log event."""
         self.speeds: list[float] = []
         self.step = Step(fabric, self.model, recipe, execution)
         if fabric.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(fabric.device)  # what it took to build the model is not training's
+            torch.cuda.reset_peak_memory_stats(fabric.device)  # do not count building the model
         self._open = ExitStack()
 
     def begin(self, *, resume: bool) -> Record | None:
-        """Take the folder and go to where the run stands; returns the result, if the folder holds it already."""
+        """Lock the folder and restore the last checkpoint. Returns the result if the run is already finished."""
         result = self._take(resume)
         if result is not None:
             return result
@@ -165,7 +166,7 @@ class Training:
         if len(reached := sorted(set(torch.as_tensor(steps).flatten().tolist()))) > 1:
             raise LabError(
                 f"the ranks find different checkpoints in {self.folder}, of steps {', '.join(map(str, reached))}: "
-                "give an --out on a disk that all of them share"
+                "give an --out on a disk that all ranks share"
             )
         if self.first:
             self._describe()
@@ -181,11 +182,11 @@ class Training:
         return None
 
     def _take(self, resume: bool) -> Record | None:
-        """Lock the folder and look into it: rank 0 does, and all ranks get the result it finds, or the same error."""
+        """Rank 0 locks the folder and looks for a result. All ranks get the same result or raise the same error."""
         found: Record | LabError | None = None
         if self.first:
             try:
-                self._open.enter_context(locked(self.folder, PATIENCE if launcher.gives_again() else 0))
+                self._open.enter_context(locked(self.folder, PATIENCE if launcher.repeats_commands() else 0))
                 found = _found(self.recipe, self.folder, resume=resume)
             except LabError as error:
                 found = error
@@ -214,7 +215,7 @@ class Training:
             write_atomically(self.folder / "wiring.svg", wiring(self.bare).svg().encode())
 
     def _epoch(self, signals: Signals) -> None:
-        """The rest of the epoch under way, or of the training."""
+        """Train to the end of the current epoch, or to the end of the training."""
         recipe = self.recipe
         log_every = self.execution.log_every or max(self.per_epoch // 10, 1)
         save_every = self.execution.save_every or self.per_epoch
@@ -249,20 +250,20 @@ class Training:
                 return
             if stop:
                 raise Interrupted(
-                    f"saved at step {self.done} of {self.steps}; go on with: kalmannorm train --resume {self.folder}"
+                    f"saved at step {self.done} of {self.steps}; resume with: kalmannorm train --resume {self.folder}"
                 )
 
     def _train_on(self, images: Tensor, labels: Tensor) -> None:
-        # What dropout draws depends on the step alone, so that a resumed run draws the same.
+        # Dropout depends on the step alone, so a resumed run draws the same numbers.
         torch.manual_seed(((self.recipe.seed * 1_000_003 + self.done) * 1_009 + self.fabric.global_rank) % 2**63)
         set_learning_rate(self.optimizer, learning_rate(self.recipe, self.done, self.steps, self.warmup))
         try:
             loss, accuracy = self.step(images, labels)
-        except ValueError as error:  # a group with a single value per channel, as batch norm says of a 1×1 map
+        except ValueError as error:  # from batch norm: a group has a single value per channel, as on a 1×1 map
             raise LabError(f"{self.recipe.model} cannot be trained at {self.recipe.setting}: {error}") from error
         self.optimizer.step()
-        self.averages["loss"].add(loss)
-        self.averages["accuracy"].add(100 * accuracy)
+        self.averages["loss"].update(loss)
+        self.averages["accuracy"].update(100 * accuracy)
         self.done += 1
 
     def _finish_on_population(self) -> None:
@@ -276,8 +277,8 @@ class Training:
         return {"step": self.done, "steps": self.steps, "epoch": round(self.done / self.per_epoch, 4)}
 
     def _since_logged(self) -> Record:
-        """Averages since the last event, of this rank; waits for the device."""
-        values = {name: average.here() for name, average in self.averages.items()}
+        """Averages of this rank since the last log event. Waits for the device."""
+        values = {name: average.of_this_rank() for name, average in self.averages.items()}
         step, seconds = self.logged
         images = (self.done - step) * self.recipe.gradient_batch
         return {**values, "images_per_second": round(images / max(self.stopwatch.seconds - seconds, 1e-9), 2)}
@@ -285,8 +286,7 @@ class Training:
     def _log(self) -> None:
         values = self._since_logged()
         for name, average in self.averages.items():
-            total, count = average.joined(self.fabric).tolist()
-            values[name] = total / count
+            values[name] = average.of_all_ranks()
             average.reset()
         seconds = self.stopwatch.seconds
         self.speeds.append(values["images_per_second"])
@@ -341,7 +341,7 @@ class Training:
         return result
 
     def _save(self) -> None:
-        averages = {name: average.of_ranks(self.fabric) for name, average in self.averages.items()}
+        averages = {name: average.sums_of_ranks(self.fabric) for name, average in self.averages.items()}
         if self.first:
             state = {
                 "step": self.done,
@@ -357,7 +357,7 @@ class Training:
         self.fabric.barrier()
 
     def _restore(self) -> int:
-        """Back to the last checkpoint, if there is one; returns where the log goes on."""
+        """Restore the last checkpoint, if there is one. Returns the size of the log at it."""
         state = checkpoint.newest(self.folder, self._load)
         if state is None:
             return 0
@@ -370,14 +370,14 @@ class Training:
         return int(state["log"]["bytes"])
 
     def _load(self, folder: Path) -> Record:
-        """Weights and optimizer of a checkpoint; the rest of what it holds is returned."""
+        """Load weights and optimizer of a checkpoint, and return the rest of its state."""
         checkpoint.load_weights(folder / "model.safetensors", self.bare)
         return resumable(folder, self.recipe, self.steps, self.optimizer, self.fabric.strategy.precision)
 
 
 def _told(model: nn.Module, recipe: Recipe) -> str:
-    """What --fuse did, in a line."""
+    """The effect of --fuse, in one line."""
     fusion: Fusion | None = getattr(model, "fusion", None)
     if fusion is None:
-        return f"--fuse changes nothing in a run of {method(recipe.method).title}: its norms are torch's own"
+        return f"--fuse has no effect on {method(recipe.method).title}: it uses torch's own norms"
     return str(fusion).splitlines()[0]

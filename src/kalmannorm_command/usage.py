@@ -1,53 +1,56 @@
-"""What the parser refuses, in one line: the mistake, the nearest option, and where to read on."""
+"""Typing errors in one line: the mistake, the most similar option, and the help to read."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import typer
 
-from kalmannorm.lab.errors import LabError, nearest
-
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""Of whichever click typer runs on, its own copy or the package."""
+"""click's class. typer uses its own copy of click, or the package, depending on its version."""
 LONGEST = 4096
-"""Characters of a word: no path is longer."""
+"""Characters per word. No path is longer."""
 SYNONYMS = {"--batch-size": "--setting"}
-"""What other programs call an option that has no similar name here."""
+"""Options of other programs, and what they are called here."""
+
+
+class RefusedError(Exception):
+    """A word on the command line that no option takes. The message is shown as one line."""
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise at what no option takes, and what would go wrong far from here: a line, a page or a file name is text."""
+    """Raise for empty or very long words and for characters that cannot be printed. They would fail far from here."""
     for before, word in zip(["", *words], words, strict=False):
         attached = re.match(r"--?[\w-]+=", word)
         value = word[attached.end() :] if attached else word
         option = attached[0][:-1] if attached else before if before.startswith("-") else ""
         fault = _fault(value)
         if fault:
-            raise LabError(f"{option or 'an argument'} {fault}")
+            raise RefusedError(f"{option or 'an argument'} {fault}")
 
 
 def _fault(word: str) -> str | None:
     if not word:
         return "is empty: leave it out, or give it a value"
     if len(word) > LONGEST:
-        return f"has {len(word):,} characters, and {LONGEST:,} are the most"
+        return f"has {len(word):,} characters, but at most {LONGEST:,} are allowed"
     kinds = {unicodedata.category(letter) for letter in word}
     if "Cs" in kinds:
         return f"is not UTF-8: {word!a}"
     if "Cc" in kinds:
-        return f"holds a control character: {word!a}"
+        return f"contains a control character: {word!a}"
     return None
 
 
 def line(error: Exception) -> str:
-    """One line; nothing, where the help was shown instead."""
+    """One line about a usage error; "" if the help was shown instead."""
     context = getattr(error, "ctx", None)
     where = f" See {context.command_path} --help" if context is not None else ""
     option = getattr(error, "option_name", None)
-    if option is not None and hasattr(error, "possibilities"):  # of "no such option" alone
+    if option is not None and hasattr(error, "possibilities"):  # only the error "no such option" has both
         return f"unknown option {option}{_meant(option, context)}{where}"
     text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
     end = "" if text.endswith((".", "?")) else "."
@@ -58,5 +61,14 @@ def _meant(option: str, context: typer.Context | None) -> str:
     parameters = context.command.params if context is not None else []
     known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     synonym = SYNONYMS.get(option)
-    close = [synonym] if synonym in known else nearest(option, [name for name in known if name.startswith("--")])
+    close = [synonym] if synonym in known else _nearest(option, [name for name in known if name.startswith("--")])
     return f": did you mean {' or '.join(map(str, close))}?" if close else "."
+
+
+def _nearest(given: str, known: Iterable[str]) -> list[str]:
+    """At most two known options: those that `given` abbreviates (--lr, --dat), or else similar spellings."""
+    names, word = sorted(known), given.lstrip("-")
+    parts = {name: name.lstrip("-").split("-") for name in names}
+    initials = [name for name in names if len(word) > 1 and "".join(part[:1] for part in parts[name]) == word]
+    begun = [name for name in names if len(word) > 1 and name.lstrip("-").startswith(word)]
+    return (initials or begun or difflib.get_close_matches(given, names, 2))[:2]

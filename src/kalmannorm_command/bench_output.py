@@ -1,4 +1,4 @@
-"""What the benches print: one table per case as it comes, or JSON at the end; the CSV file grows with them."""
+"""Output of the benchmarks: one table per finished case, or JSON at the end. The CSV file grows case by case."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ Rows = list[dict[str, Any]]
 Columns = dict[str, list[str]]
 WIDTH = 96
 
-Rounds = Annotated[int, typer.Option("--rounds", help="Samples of each contender; they take turns.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; as torch sees fit.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write a CSV file, with origins.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw the ratios, as .png or .svg.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Rounds = Annotated[int, typer.Option("--rounds", help="Samples of each contender. Contenders take turns.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or a numbered GPU such as cuda:1.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads. [default: torch decides]")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Also write a CSV file, with hardware, versions and command.")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Also plot the ratios to a .png or .svg file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 def ready(device: str, threads: int | None, output: Path | None, plot: Path | None) -> torch.device:
-    """The device, made the current one; what cannot be written is said before the work."""
+    """Check the options that all benchmarks share, and return the device, made the current one."""
     import torch
 
     from kalmannorm.lab.bench.output import check_paths
@@ -52,7 +54,7 @@ def show(
     as_json: bool,
     axes: dict[str, Any],
 ) -> None:
-    """`runs` gives the rows of one case after the other, `table` their title and columns; `axes` are the chart's."""
+    """Print the rows that `runs` yields for each case, as `table` arranges them. `axes` are those of the plot."""
     from rich.console import Console
 
     from kalmannorm.lab.bench.output import write_csv, write_plot
@@ -87,7 +89,7 @@ def _print(title: str, columns: Columns) -> None:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
-    # A narrow terminal breaks lines; a column cut short would have said nothing.
+    # In a narrow terminal lines wrap. Otherwise rich would cut off columns.
     Console(width=max(Console().width, WIDTH)).print(table, "")
 
 
@@ -96,17 +98,17 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def micro(value: float) -> str:
-    """Microseconds, with no more digits than matter."""
+    """Microseconds: one decimal below 1000, none above."""
     return number(value, 1 if value < 1000 else 0)
 
 
 def around(row: dict[str, Any], name: str, written: Callable[[float], str] = number) -> str:
-    """The 20th and the 80th percentile."""
+    """Two percentiles, the 20th and the 80th."""
     return f"{written(row[f'{name}_p20'])} – {written(row[f'{name}_p80'])}"
 
 
 def norm_table(rows: Rows, what: str, other: str) -> tuple[str, Columns]:
-    """Of one norm: ratios to BatchNorm and to another contender, which need not have taken part."""
+    """Title and columns for one norm. The column for the contender `other` is left out if it was not timed."""
     first, against = rows[0], f"ratio_{other.lower()}"
     followed = " + ReLU" if first["relu"] else ""
     copy = f"a copy: {first['copy_gb_per_s']:.0f} GB/s"

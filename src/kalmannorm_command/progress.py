@@ -1,4 +1,4 @@
-"""What a single run shows: a bar with loss, accuracy, images/s and the time left; then its result."""
+"""Output of a single run: a progress bar with loss, accuracy, images/s and time left, then the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kalmannorm.lab.words.wording import counted
 
 
 class Bar:
-    """A watch of `train`: a live bar on a terminal, a line per evaluation elsewhere, nothing where `quiet`."""
+    """Shows the events of `train`: a live bar on a terminal, one line per evaluation elsewhere, nothing if `quiet`."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self.quiet = quiet or os.environ.get("RANK", "0") != "0"
@@ -63,19 +63,19 @@ class Bar:
 
 
 def crowded() -> str | None:
-    """A hint, where others keep the cores busy: threads that wait for each other then wait for the others too."""
+    """A hint if other processes keep the cores busy. Threads that wait for each other are slow then."""
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if threads == 1 or torch.cuda.is_available() or load + threads <= 1.5 * cores:
         return None
     return (
-        f"the load here is {load:.1f}, of {cores} cores, and torch computes on {threads} threads; "
-        "where others compute too, --threads 1 may be many times as fast"
+        f"this machine has {cores} cores and a load of {load:.1f}, and torch uses {threads} threads; "
+        "--threads 1 may be many times as fast on a busy machine"
     )
 
 
 def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
-    """Of rank 0, on stdout."""
+    """Print the result on stdout, on rank 0 only."""
     if os.environ.get("RANK", "0") != "0":
         return
     console = Console(file=sys.stdout)
@@ -85,7 +85,7 @@ def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
     for mode, accuracy in result["accuracy"].items():
         loss = result["loss"][mode]
         table.add_row(mode, f"{accuracy:.2f}", "–" if loss is None else f"{loss:.4f}")
-    # Not the table's title, which would be wrapped at its width.
+    # A title of the table would be wrapped at the width of the table.
     title = f"{recipe.model}, {row_name(recipe)}, {counted(result['epochs'], 'epoch')}"
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)

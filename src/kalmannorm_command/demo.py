@@ -1,4 +1,4 @@
-"""`kalmannorm demo`: what small batches do to batch norm, shown on real digits in a few minutes."""
+"""`kalmannorm demo`: the effect of small batches on batch norm, on handwritten digits, in a few minutes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import typer
 METHODS = ("bn", "brn", "gn", "bkn", "bkn-learned")
 SETTINGS = ((64, 64), (64, 2), (64, 1))
 CHANGES = {"epochs": 15.0, "evaluate_every": 3.0}
-"""Of the preset: shorter, and tested less often."""
+"""Changes to the preset: fewer epochs and fewer evaluations."""
 ANALYSED = {(name, m) for name in ("bn", "bkn") for m in (2, 1)}
-"""Method and statistics batch of the runs whose norms are analysed."""
+"""Runs whose norms are analysed: method and statistics batch."""
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the runs and the report go.")] = Path("runs/demo"),
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 3,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the runs and the report.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs per method and setting.")] = 3,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; one per core unless given.")
+        int | None, typer.Option("--jobs", "-j", min=1, help="Runs in parallel. [default: one per core]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON.")] = False,
 ) -> None:
     """Compare BN, BRN, GN and BKN on digits when 64, 2 or 1 examples share their statistics.
 
-    Needs no network and no GPU. The same command again keeps what is finished.
+    Needs no network and no GPU. The same command again skips finished runs.
     """
-    from kalmannorm.cli.compare import run_and_show
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.recipe import Execution
     from kalmannorm.lab.recipes.setting import Setting
+    from kalmannorm_command.compare import run_and_show
 
     cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], first_seeds(seeds), CHANGES)
     analysed = [name for name, cell in cells if (cell.method, cell.statistics_batch) in ANALYSED and cell.seed == 0]
-    # A net this small is as fast on a core as on a GPU, and most machines have more cores.
+    # A net this small is as fast on one core as on a GPU, and a machine has more cores than GPUs.
     execution = Execution(device="cpu", tensorboard=False)
     run_and_show(cells, out, execution, jobs=jobs, analyse=analysed, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`kalmannorm bench inference`: one norm, or a whole net, as it is shipped."""
+"""`kalmannorm bench inference`: time one norm, or a whole net, in inference."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import (
+from kalmannorm_command import bench_output
+from kalmannorm_command.bench_output import (
     AsJson,
     Columns,
     Device,
@@ -21,28 +21,45 @@ from kalmannorm.cli.bench_output import (
     norm_table,
     number,
 )
-from kalmannorm.lab.recipes.setting import MOST_EXAMPLES
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
 
+MOST_IMAGES = 1_000_000
+
 
 def inference(
     model: Annotated[
-        str | None, typer.Option("--model", help="A whole net: the lab's, torchvision's or timm's. Else one norm.")
+        str | None,
+        typer.Option("--model", help="Time this net of the lab, torchvision or timm. [default: time one norm]"),
     ] = None,
-    batches: Annotated[str, typer.Option("--statistics-batches", help="m of `example`; the first, for a net.")] = "2",
+    batches: Annotated[
+        str,
+        typer.Option(
+            "--statistics-batches", help="Examples per group in `example` mode, such as 1,2. A net takes the first."
+        ),
+    ] = "2",
     shapes: Annotated[
-        list[str] | None, typer.Option("--shape", help="Of one norm: as 8x64x24x24; may be given several times.")
+        list[str] | None, typer.Option("--shape", help="One norm: input shape such as 8x64x24x24. May be repeated.")
     ] = None,
-    layouts: Annotated[str, typer.Option("--layout", help="Of one norm: NHWC, NCHW or both.")] = "NHWC,NCHW",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of one norm: float32, bf16, fp16.")] = None,
-    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="With a ReLU after the norm.")] = True,
-    batch: Annotated[int, typer.Option("--batch", min=2, max=MOST_EXAMPLES, help="Images of a net.")] = 32,
-    image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
-    precision: Annotated[str, typer.Option("--precision", help="Of a net: float32, or bf16 by autocast.")] = "float32",
-    channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Of a net.")] = False,
-    fuse: Annotated[bool, typer.Option("--fuse/--no-fuse", help="`example` fused, too.")] = False,
+    layouts: Annotated[str, typer.Option("--layout", help="One norm: NHWC, NCHW or both.")] = "NHWC,NCHW",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="One norm: float32, bf16 or fp16. [default: bf16 on a GPU, float32 on a CPU]"),
+    ] = None,
+    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="One norm: add a ReLU after it.")] = True,
+    batch: Annotated[int, typer.Option("--batch", min=2, max=MOST_IMAGES, help="Net: images per batch.")] = 32,
+    image_size: Annotated[
+        int | None,
+        typer.Option("--image-size", help="Net: pixels per side. [default: 32 for CIFAR nets, 224 for others]"),
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="Net: float32, or bf16 under autocast.")] = "float32",
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last/--no-channels-last", help="Net: channels_last memory format.")
+    ] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="Net: also time a fused net in `example` mode.")
+    ] = False,
     rounds: Rounds = 31,
     device: Device = "auto",
     threads: Threads = None,
@@ -50,10 +67,11 @@ def inference(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time inference: `population`, which folds away as BatchNorm does, and `example` beside GroupNorm.
+    """Time inference in `population` and `example` mode, beside BatchNorm and GroupNorm.
 
-    Without --model one norm, over shapes and layouts; with it a whole net. Outputs are compared with float64 first. On
-    a GPU what is timed is the replay of a CUDA graph.
+    A `population` norm folds into the convolution before it, as BatchNorm does. With --model a whole net is timed,
+    without it one norm over shapes and layouts. Outputs are first compared with float64. On a GPU each sample replays
+    a CUDA graph.
     """
     from kalmannorm.lab.bench import inference as one_norm
     from kalmannorm.lab.bench import inference_model

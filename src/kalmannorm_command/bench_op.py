@@ -1,4 +1,4 @@
-"""`kalmannorm bench op`: one norm, forward and backward, over shapes, layouts and statistics batches."""
+"""`kalmannorm bench op`: time one norm, forward and backward, over shapes, layouts and statistics batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, norm_table
+from kalmannorm_command import bench_output
+from kalmannorm_command.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, norm_table
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 def op(
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="Examples, channels, height, width, as 8x64x24x24; may be given several times."),
+        typer.Option("--shape", help="Examples x channels x height x width, such as 8x64x24x24. May be repeated."),
     ] = None,
     layouts: Annotated[str, typer.Option("--layout", help="NHWC (channels_last), NCHW or both.")] = "NHWC,NCHW",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bf16, fp16; bf16 on a GPU.")] = None,
-    batches: Annotated[str, typer.Option("--statistics-batches", help="Examples per group; N: all.")] = "2,N",
-    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="With a ReLU after the norm.")] = True,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bf16 or fp16. [default: bf16 on a GPU, float32 on a CPU]")
+    ] = None,
+    batches: Annotated[
+        str, typer.Option("--statistics-batches", help="Examples per group. N is the whole batch.")
+    ] = "2,N",
+    relu: Annotated[bool, typer.Option("--relu/--no-relu", help="Add a ReLU after the norm.")] = True,
     level: Annotated[
-        str, typer.Option("--level", help="layer: with its running statistics; op: the function by itself.")
+        str, typer.Option("--level", help="layer: the module, with running statistics. op: the function alone.")
     ] = "layer",
-    inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="A compiled BatchNorm too.")] = True,
+    inductor: Annotated[
+        bool, typer.Option("--inductor/--no-inductor", help="Also time BatchNorm compiled by inductor.")
+    ] = True,
     rounds: Rounds = 31,
     device: Device = "auto",
     threads: Threads = None,
@@ -34,11 +40,11 @@ def op(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time one norm, forward and backward: BatchNorm, the same compiled, GroupNorm, ghost by reshape, and BKN.
+    """Time one norm, forward and backward: BatchNorm, compiled BatchNorm, GroupNorm, ghost batch norm, and BKN.
 
-    Ratios are to BatchNorm, eager, in the same run. Outputs and gradients are compared with the naive reference in
-    float64 first. On a GPU what is timed is the replay of a CUDA graph. GB/s are over the bytes that the algorithm has
-    to move, and % is of what a large copy reaches here.
+    Ratios are relative to eager BatchNorm in the same run. Outputs and gradients are first compared with the naive
+    reference in float64. On a GPU each sample replays a CUDA graph. GB/s counts the bytes that the algorithm has to
+    move. % copy is relative to the speed of a large copy on this machine.
     """
     from kalmannorm.lab.bench.copying import copy_speed
     from kalmannorm.lab.bench.op import SHAPES, cases, inductor_missing, measure, parse_shape
@@ -52,7 +58,7 @@ def op(
     found = cases(chosen, words, dtype, place, batches, relu=relu, level=level)
     missing = inductor_missing(place) if inductor else None
     if missing is not None:
-        typer.echo(f"kalmannorm: without a compiled BatchNorm, because nothing compiles here: {missing}", err=True)
+        typer.echo(f"kalmannorm: compiled BatchNorm is left out: inductor does not work here ({missing})", err=True)
 
     def runs(watch: Watch) -> Iterator[Rows]:
         watch("timing a copy")

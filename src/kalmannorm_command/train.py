@@ -1,63 +1,69 @@
-"""`kalmannorm train`: one run."""
+"""`kalmannorm train`: train one run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import OWN, given_execution_options, recipe_options
-from kalmannorm.lab.errors import FullDiskError, LabError, option, useless
-from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm_command.options import OWN, given_execution_options, recipe_options
+
+if TYPE_CHECKING:
+    from kalmannorm.lab.recipes.recipe import Recipe
 
 
 @recipe_options
 @given_execution_options
 def train(
     dataset: Annotated[
-        str | None, typer.Option("--dataset", "-d", help="See kalmannorm data list. [default: digits]")
+        str | None, typer.Option("--dataset", "-d", help="Data set. See kalmannorm data list. [default: digits]")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help=f"See docs/data.md. [default: {OWN}]")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help=f"Net of the lab, torchvision or timm. See docs/data.md. [default: {OWN}]"),
+    ] = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="bn, brn, gn, ln, in, bkn or bkn-learned. [default: bkn]")
+        str | None, typer.Option("--method", help="Normalizer: bn, brn, gn, ln, in, bkn or bkn-learned. [default: bkn]")
     ] = None,
     setting: Annotated[
         str | None,
-        typer.Option("--setting", "-s", help=f"Gradient and statistics batch, such as 128,2. [default: {OWN}]"),
+        typer.Option("--setting", "-s", help=f"Gradient batch and statistics batch, such as 128,2. [default: {OWN}]"),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Of the weights, the order of the images and augmentation. [default: 0]"),
+        typer.Option("--seed", help="Seed of the weights, the order of the images and the augmentation. [default: 0]"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The run's folder. [default: runs/DATASET-MODEL-METHOD-SETTING-sSEED]"),
+        typer.Option("--out", "-o", help="Folder for the run. [default: runs/DATASET-MODEL-METHOD-SETTING-sSEED]"),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on with the run in this folder, by its recipe.")
+        Path | None, typer.Option("--resume", help="Resume the run in this folder, with its own recipe.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")] = False,
     *,
     changes: dict[str, Any],
     execution: dict[str, Any],
 ) -> None:
-    """Train one model with one normalizer at one setting, into a folder of its own.
+    """Train one model with one normalizer at one setting.
 
-    What is a data set's own is in docs/data.md, and in RUN/recipe.json afterwards.
+    docs/data.md lists the defaults of each data set. RUN/recipe.json holds the values that a run used.
 
-    A folder that holds a run is refused; --resume goes on with it.
+    A folder that already holds a run is refused. Resume that run with --resume.
 
     Under torchrun the gradient batch is split over the ranks: torchrun --nproc-per-node 2 -m kalmannorm train …
 
-    Under torchrun, and in a job that Slurm has requeued, the same command is start and restart: if the folder holds a
-    run of the same recipe, it goes on from the last checkpoint, and a finished run is left as it is. So torchrun
-    --max-restarts 3 survives the loss of a rank. A run of another recipe is refused.
+    Under torchrun, and in a job that Slurm has requeued, the same command also restarts a run. If the folder holds an
+    unfinished run of the same recipe, that run is resumed from its last checkpoint. A finished run stays unchanged. A
+    run of another recipe is refused. So torchrun --max-restarts 3 survives the loss of a rank.
     """
-    from kalmannorm.cli.progress import Bar, crowded, result_table
-    from kalmannorm.lab.training.launcher import gives_again
+    from kalmannorm.lab.errors import FullDiskError, LabError
+    from kalmannorm.lab.recipes.recipe import Execution
+    from kalmannorm.lab.training.launcher import repeats_commands
+    from kalmannorm_command.progress import Bar, crowded, result_table
 
     own = {"dataset": dataset, "model": model, "method": method, "setting": setting, "seed": seed, "out": out}
     if resume is not None:
@@ -69,7 +75,7 @@ def train(
         folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.name}"
         how = Execution(**execution)
     recipe.checked()
-    finished = (resume is not None or gives_again()) and (folder / "result.json").is_file()
+    finished = (resume is not None or repeats_commands()) and (folder / "result.json").is_file()
     from kalmannorm.lab.training.train import train as run
 
     with Bar(f"{recipe.method} {recipe.setting}", quiet=as_json) as bar:
@@ -78,11 +84,13 @@ def train(
         try:
             result = run(recipe, folder, how, resume=resume is not None, watch=bar)
         except FullDiskError as error:
-            if not (folder / "recipe.json").is_file():  # nothing has begun
+            if not (folder / "recipe.json").is_file():  # the run has not begun
                 raise
-            raise LabError(f"{error.problem}: free some, then go on with: kalmannorm train --resume {folder}") from None
+            raise LabError(
+                f"{error.problem}: free some, then resume with: kalmannorm train --resume {folder}"
+            ) from None
         if finished:
-            bar.say(f"{folder} was finished already: nothing is trained")
+            bar.say(f"{folder} is already finished: nothing to train")
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), **result}))
     else:
@@ -92,6 +100,7 @@ def train(
 def _recipe(
     dataset: str, model: str | None, method: str, setting: str | None, seed: int, changes: dict[str, Any]
 ) -> Recipe:
+    from kalmannorm.lab.errors import LabError, useless
     from kalmannorm.lab.recipes.methods import method as normalizer
     from kalmannorm.lab.recipes.presets import at_setting, changed, preset
     from kalmannorm.lab.recipes.setting import Setting
@@ -106,17 +115,19 @@ def _recipe(
 
 
 def _resumed(folder: Path, given: list[str]) -> Recipe:
-    """What the folder says; how it runs may change, what it computes may not."""
+    """The recipe in the folder. `given` are recipe options on the command line, which a resumed run must not change."""
+    from kalmannorm.lab.errors import LabError, option
     from kalmannorm.lab.files.records import Run
 
     if given:
         options = ", ".join(map(option, given))
-        raise LabError(f"--resume goes on with the recipe of {folder}: leave out {options}")
+        raise LabError(f"--resume uses the recipe in {folder}: leave out {options}")
     return Run.read(folder).recipe
 
 
 def _saved_execution(folder: Path) -> dict[str, Any]:
-    """How it ran before, but for the device, which may be another now, and more threads than this machine allows."""
+    """The execution of the run before, without the device, and without threads that this machine does not allow."""
+    from kalmannorm.lab.errors import LabError
     from kalmannorm.lab.files.records import Run
     from kalmannorm.lab.machine.devices import check_threads
 

@@ -1,4 +1,4 @@
-"""`kalmannorm compare`: methods × settings × seeds, and a page that shows them."""
+"""`kalmannorm compare`: train methods × settings × seeds, and write a report."""
 
 from __future__ import annotations
 
@@ -8,56 +8,60 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import OWN, execution_options, recipe_options
-from kalmannorm.lab.errors import LabError, useless
-from kalmannorm.lab.recipes.recipe import Execution
+from kalmannorm_command.options import OWN, execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.comparing.cells import Cell
     from kalmannorm.lab.files.records import Run
+    from kalmannorm.lab.recipes.recipe import Execution
 
 
 @recipe_options
 @execution_options
 def compare(
-    dataset: Annotated[str, typer.Option("--dataset", "-d", help="See kalmannorm data list.")] = "digits",
-    model: Annotated[str | None, typer.Option("--model", help=f"See docs/data.md. [default: {OWN}]")] = None,
+    dataset: Annotated[str, typer.Option("--dataset", "-d", help="Data set. See kalmannorm data list.")] = "digits",
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help=f"Net of the lab, torchvision or timm. See docs/data.md. [default: {OWN}]"),
+    ] = None,
     methods: Annotated[
-        str, typer.Option("--methods", "-m", help="Of bn, brn, gn, ln, in, bkn and bkn-learned.")
+        str, typer.Option("--methods", "-m", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
     ] = "bn,brn,gn,bkn",
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--settings",
             "-s",
-            help="Gradient and statistics batch, such as 128,2; give it once for each setting. "
-            "[default: the data set's own, and its gradient batch as one group]",
+            help="Gradient batch and statistics batch, such as 128,2. May be repeated. "
+            "[default: the data set's setting, and its gradient batch as one group]",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each method at each setting.")] = 3,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs per method and setting.")] = 3,
     jobs: Annotated[
         int | None,
         typer.Option(
-            "--jobs", "-j", min=1, help="Runs at a time. [default: one per GPU, or one per core without GPUs]"
+            "--jobs", "-j", min=1, help="Runs in parallel. [default: one per GPU, or one per core without GPUs]"
         ),
     ] = None,
     analyse: Annotated[
-        bool, typer.Option("--analyse/--no-analyse", help="Analyse the norms of the first seed's runs as well.")
+        bool, typer.Option("--analyse/--no-analyse", help="Also analyse the norms of the runs with seed 0.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The comparison's folder. [default: runs/DATASET-MODEL]")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the runs and the report. [default: runs/DATASET-MODEL]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON.")] = False,
     *,
     changes: dict[str, Any],
     execution: Execution,
 ) -> None:
     """Train every method at every setting with every seed, and compare them.
 
-    The same command again keeps what is finished and goes on with the rest, so it may be interrupted at any time.
+    You may interrupt it at any time. The same command again skips finished runs and resumes the others.
     """
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
+    from kalmannorm.lab.errors import LabError, useless
     from kalmannorm.lab.recipes.methods import method
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.setting import Setting
@@ -78,16 +82,18 @@ def compare(
 
 
 def _names(text: str) -> list[str]:
+    from kalmannorm.lab.errors import LabError
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise LabError("--methods names none: give some, such as bn,bkn")
+        raise LabError("--methods is empty: give some, such as bn,bkn")
     return names
 
 
 def run_and_show(
     cells: list[Cell], folder: Path, execution: Execution, *, jobs: int | None, analyse: list[str], as_json: bool
 ) -> None:
-    """Run the cells, then show what came of them: table, sentences and the page. Failed cells are named last."""
+    """Run the cells, then print a table and sentences, and write the report. Failed cells are named last."""
     from kalmannorm.lab.comparing.compare import FailedCellsError, run_cells
 
     failed: FailedCellsError | None = None

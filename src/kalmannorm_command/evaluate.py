@@ -1,4 +1,4 @@
-"""`kalmannorm evaluate`: a trained run in every way of inference, and with recalibrated statistics."""
+"""`kalmannorm evaluate`: test a trained run in every inference mode, and with recalibrated statistics."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from typing import Annotated
 
 import typer
 
-from kalmannorm.cli.options import THREADS
+from kalmannorm_command.options import THREADS, THREADS_DEFAULT
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or with a checkpoint.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is finished or has a checkpoint.")],
     modes: Annotated[
-        str | None, typer.Option("--modes", help="population, batch, example. [default: all that it has]")
+        str | None,
+        typer.Option("--modes", help="Comma-separated: population, batch, example. [default: all that the method has]"),
     ] = None,
     recalibrate: Annotated[
-        bool, typer.Option("--recalibrate/--no-recalibrate", help="Also with statistics of the whole training set.")
+        bool,
+        typer.Option("--recalibrate/--no-recalibrate", help="Also test with statistics of the whole training set."),
     ] = True,
     batch: Annotated[
-        int | None, typer.Option("--batch", help="Test images at a time. [default: about as many as in training]")
+        int | None, typer.Option("--batch", help="Test images per batch. [default: about as many as in training]")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or a numbered GPU such as cuda:1.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help=f"{THREADS} [default: as torch sees fit]")
+        int | None, typer.Option("--threads", min=1, help=f"{THREADS} [default: {THREADS_DEFAULT}]")
     ] = None,
-    data_root: Annotated[Path | None, typer.Option("--data-root", help="Where data sets are kept.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Test a run in the three ways of inference: population, batch, example; and recalibrated.
+    """Test a run in the inference modes population, batch and example, and recalibrated.
 
-    Recalibrated is population inference with the statistics that the training set shows, in place of moving averages.
-    Of an unfinished run the last checkpoint is tested. What --json prints is also written to RUN/evaluation.json, and
-    deleted when the run goes on.
+    Recalibrated is population inference with statistics of the whole training set instead of moving averages. Of an
+    unfinished run the last checkpoint is tested. The results are also written to RUN/evaluation.json. That file is
+    deleted when the run is resumed.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`kalmannorm bench step`: time, kernels and memory of a training step beside nn.BatchNorm."""
+"""`kalmannorm bench step`: time, kernels and memory of a training step, relative to nn.BatchNorm."""
 
 from __future__ import annotations
 
@@ -7,35 +7,46 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kalmannorm.cli import bench_output
-from kalmannorm.cli.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
+from kalmannorm_command import bench_output
+from kalmannorm_command.bench_output import AsJson, Columns, Device, Output, Plot, Rounds, Rows, Threads, around, number
 
 if TYPE_CHECKING:
     from kalmannorm.lab.bench.turns import Watch
 
 
 def step(
-    model: Annotated[str, typer.Option("--model", help="One of the lab's nets, or a name of torchvision or timm.")] = (
-        "cifar-inception"
-    ),
-    setting: Annotated[str, typer.Option("--setting", "-s", help="Gradient and statistics batch.")] = "128,2",
+    model: Annotated[str, typer.Option("--model", help="A net of the lab, torchvision or timm.")] = ("cifar-inception"),
+    setting: Annotated[str, typer.Option("--setting", "-s", help="Gradient batch and statistics batch.")] = "128,2",
     batches: Annotated[
-        str | None, typer.Option("--statistics-batches", help="Several in one run, as 32,4,2; for the setting's.")
+        str | None,
+        typer.Option(
+            "--statistics-batches",
+            help="Time several statistics batches, such as 32,4,2, instead of the one in --setting.",
+        ),
     ] = None,
-    methods: Annotated[str, typer.Option("--methods", help="Of bn, brn, gn, ln, in, bkn, bkn-learned.")] = (
-        "bn,bkn,bkn-learned"
-    ),
+    methods: Annotated[
+        str, typer.Option("--methods", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
+    ] = ("bn,bkn,bkn-learned"),
     fuse: Annotated[
-        bool, typer.Option("--fuse/--no-fuse", help="Fused ones too: norm, sum and ReLU in a pass.")
+        bool, typer.Option("--fuse/--no-fuse", help="Also time fused nets: norm, sum and ReLU in one pass.")
     ] = False,
-    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="nn.BatchNorm compiled, too.")] = False,
-    bound: Annotated[bool, typer.Option("--bound/--no-bound", help="The net without norms, too.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Also time the nn.BatchNorm net under torch.compile.")
+    ] = False,
+    bound: Annotated[
+        bool, typer.Option("--bound/--no-bound", help="Also time the net without norms, as a lower bound.")
+    ] = False,
     cuda_graph: Annotated[
-        bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay each step as one; so on a GPU.")
+        bool | None,
+        typer.Option("--cuda-graph/--no-cuda-graph", help="Capture each step as a CUDA graph. [default: on a GPU]"),
     ] = None,
     precision: Annotated[str, typer.Option("--precision", help="float32, or bf16 under autocast.")] = "float32",
-    image_size: Annotated[int | None, typer.Option("--image-size", help="32 for CIFAR's nets, else 224.")] = None,
-    channels_last: Annotated[bool, typer.Option("--channels-last/--no-channels-last", help="Memory layout.")] = False,
+    image_size: Annotated[
+        int | None, typer.Option("--image-size", help="Pixels per side. [default: 32 for CIFAR nets, 224 for others]")
+    ] = None,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last/--no-channels-last", help="Use the channels_last memory format.")
+    ] = False,
     rounds: Rounds = 15,
     device: Device = "auto",
     threads: Threads = None,
@@ -43,10 +54,10 @@ def step(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a training step, and its peak memory, as ratios to the same net with nn.BatchNorm in the same run.
+    """Measure time and peak memory of a training step, relative to the same net with nn.BatchNorm in the same run.
 
-    Random images; forward, backward and optimizer. bn is batch norm on groups of the statistics batch. Memory is what
-    torch allocated at most. Results are checked first: nothing is timed where one is wrong.
+    A step is forward, backward and optimizer on random images. bn is batch norm on groups of the statistics batch.
+    Memory is the peak that torch allocated. Results are checked before timing.
     """
     from kalmannorm.lab.bench.step import bench
     from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Entry, entries

@@ -1,4 +1,4 @@
-"""`kalmannorm analyse`: what the norms of a run predict, see and use."""
+"""`kalmannorm analyse`: gains, priors and variance gaps of the norms of a run."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Annotated
 
 import typer
 
-from kalmannorm.cli.options import THREADS
+from kalmannorm_command.options import THREADS, THREADS_DEFAULT
 
 LEGEND = """\
-C: channels. q: trust in the mini-batch. prior off: |prior - observed variance| / observed.
-gap: mean of |variance that normalizes a group - moving variance| / moving variance.
-spread: standard deviation of that variance over groups / its mean.
-raw: of the mini-batch alone, before the prior corrects it."""
+C: channels. q: gain, the weight of the mini-batch. prior off: |prior - observed variance| / observed variance.
+gap: mean of |variance used for a group - moving variance| / moving variance.
+spread: standard deviation of the variance used, over groups, / its mean.
+raw: the same for the variance of the mini-batch alone, without the prior."""
 
 
 def analyse(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or with a checkpoint.")],
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Gradient batches for the layers' statistics.")] = 4,
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is finished or has a checkpoint.")],
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Gradient batches to measure each layer with.")] = 4,
     max_groups: Annotated[
         int | None,
-        typer.Option("--max-groups", min=1, help="Stop the variance gap after so many groups. [default: all]"),
+        typer.Option("--max-groups", min=1, help="Groups to measure the variance gap with. [default: all]"),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or a numbered GPU such as cuda:1.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help=f"{THREADS} [default: as torch sees fit]")
+        int | None, typer.Option("--threads", min=1, help=f"{THREADS} [default: {THREADS_DEFAULT}]")
     ] = None,
-    data_root: Annotated[Path | None, typer.Option("--data-root", help="Where data sets are kept.")] = None,
-    workers: Annotated[int, typer.Option("--workers", help="Processes that read an image folder.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets.")] = None,
+    workers: Annotated[int, typer.Option("--workers", help="Processes that read the images of an image folder.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Look at the norms of a run: gain, prior against observation, and the variance gap, layer by layer.
+    """Measure the norms of a run, layer by layer: gain, error of the prior, and variance gap.
 
-    The gap is the variance that training normalizes a group with, minus the moving variance, relative to the latter,
-    over the whole training set. What is found per channel goes to RUN/analysis, where kalmannorm report reads it; it is
-    deleted when an unfinished run goes on.
+    The variance gap is |variance used for a group - moving variance| / moving variance, over the whole training set.
+    Results per channel are written to RUN/analysis. kalmannorm report shows them. They are deleted when an unfinished
+    run is resumed.
     """
     from kalmannorm.lab.analysis.analyse import analyse as look
     from kalmannorm.lab.machine.devices import on_threads

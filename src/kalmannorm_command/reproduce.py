@@ -1,4 +1,4 @@
-"""`kalmannorm reproduce`: an experiment of the paper by its name."""
+"""`kalmannorm reproduce`: run an experiment of the paper."""
 
 from __future__ import annotations
 
@@ -11,45 +11,63 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm.cli.options import execution_options, recipe_options
-from kalmannorm.lab.errors import LabError
-from kalmannorm.lab.recipes.recipe import Execution
+from kalmannorm_command.options import OWN, execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.files.records import Record
+    from kalmannorm.lab.recipes.recipe import Execution
 
 
-@functools.partial(recipe_options, evaluate_every="1, or 20 in a training if that is more often")
+@functools.partial(recipe_options, evaluate_every="1, or a 20th of the training if that is less")
 @execution_options
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="The experiment; --list names them.", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--list", help="List the experiments and what they ask.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Name of the experiment. See --list.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--list", help="List the experiments and their questions.")] = False,
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", "-d", help="The paper's own unless given; digits and the like are stand-ins."),
+        typer.Option(
+            "--dataset",
+            "-d",
+            help="Data set. Others than the paper's, such as digits, are stand-ins. [default: the paper's]",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="The data set's own unless given.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help=f"Net of the lab, torchvision or timm. [default: {OWN}]")
+    ] = None,
     budget: Annotated[
         float,
-        typer.Option("--budget", help="Length of training: 1 is the data set's full recipe, 0.5 half of it."),
+        typer.Option("--budget", help="Length of training relative to the data set's full recipe: 0.5 is half of it."),
     ] = 1.0,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", help="Runs of each line; 3 unless given, 1 on ImageNet.")
+        int | None, typer.Option("--seeds", help="Runs per table row. [default: 3, or 1 on ImageNet]")
     ] = None,
-    paper_only: Annotated[bool, typer.Option("--paper-only", help="Leave out the lines that the paper lacks.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="runs/NAME-DATASET unless given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Insist on going on; the same command does anyway.")] = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and nothing else.")] = False,
+    paper_only: Annotated[
+        bool, typer.Option("--paper-only", help="Leave out the rows that the paper does not have.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the runs and the report. [default: runs/NAME-DATASET]"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Fail if there is nothing to resume. The command resumes without it, too.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", "-j", min=1, help="Runs in parallel. [default: one per GPU, or one per core without GPUs]"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the record, as JSON.")] = False,
     *,
     changes: dict[str, Any],
     execution: Execution,
 ) -> None:
-    """Run one of the paper's experiments, on its own data or on a small stand-in.
+    """Run an experiment of the paper, on the paper's data or on a smaller data set as a stand-in.
 
-    Tables show our numbers beside the paper's; runs, record and page lie in one folder. The same command again keeps
-    what is finished. docs/experiments.md says what each one costs and where it differs from the paper.
+    Tables show our numbers beside the paper's. Runs, record and report are written to one folder. The same command
+    again skips finished runs. docs/experiments.md lists costs and differences from the paper.
     """
+    from kalmannorm.lab.errors import LabError
     from kalmannorm.lab.experiments.catalogue import EXPERIMENTS, experiment
 
     if every:
@@ -90,7 +108,7 @@ def _list(experiments: Any, as_json: bool) -> None:
 
 @contextmanager
 def _rounds(shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar over the rounds of timed steps, where it is wanted."""
+    """A progress bar over the rounds of timed steps, if `shown`."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -120,7 +138,7 @@ def _show(record: Record, page: Path | None) -> None:
             table.add_column(heading, style="dim" if is_papers(heading) else "", overflow="fold")
         for row in texts(content):
             table.add_row(*row)
-        # Not as the table's title, which would be broken to the width of the table.
+        # A title of the table would be wrapped at the width of the table.
         console.print(Text(f"\n{content['title']}", style="italic"), table, content["note"])
     for note in record["notes"]:
         console.print(f"- {note}", markup=False)

@@ -1,4 +1,4 @@
-"""`kalmannorm data list|fetch|check`: which data sets there are, whether they are here and whole, how to get them."""
+"""`kalmannorm data list|fetch|check`: list data sets, download them, verify them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kalmannorm_command.commands import Command
 
 if TYPE_CHECKING:
     from kalmannorm.lab.data.source import Source
@@ -18,29 +20,31 @@ Root = Annotated[
     typer.Option(
         "--root",
         "--data-root",
-        help="The folder of all data sets; $KALMANNORM_DATA, else kalmannorm in your cache folder, unless given.",
+        help="Folder of the data sets. [default: $KALMANNORM_DATA, or kalmannorm in the user's cache folder]",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
-@data.command("list")
+@data.command("list", cls=Command)
 def list_sets(root: Root = None, as_json: AsJson = False) -> None:
-    """Show every data set: its sizes, where it lies, whether it is ready (by a quick look)."""
+    """List all data sets: sizes, folder, and state (by a quick check)."""
     from kalmannorm.lab.data.catalogue import SOURCES
 
     _show([_record(source, root, thorough=False) for source in SOURCES.values()], root, as_json)
     if not as_json:
-        typer.echo("Get one by kalmannorm data fetch NAME. Any folder with train/ and val/ is a data set: folder:PATH.")
+        typer.echo("Download: kalmannorm data fetch NAME. Any folder with train/ and val/ is a data set: folder:PATH.")
 
 
-@data.command("check")
+@data.command("check", cls=Command)
 def check(
-    names: Annotated[list[str] | None, typer.Argument(help="All that are here unless given; folder:PATH too.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of data sets, or folder:PATH. [default: all that are present]")
+    ] = None,
     root: Root = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read data sets whole and compare their checksums; status 1 if one that was named, or is here, is not whole."""
+    """Read data sets completely and compare checksums. The exit status is 1 if one is damaged, or named and missing."""
     from kalmannorm.lab.data.catalogue import SOURCES, find
 
     sources = [find(name) for name in names] if names else list(SOURCES.values())
@@ -54,13 +58,13 @@ def check(
         raise typer.Exit(1)
 
 
-@data.command("fetch")
+@data.command("fetch", cls=Command)
 def fetch(
-    names: Annotated[list[str], typer.Argument(help="Of `kalmannorm data list`.")],
+    names: Annotated[list[str], typer.Argument(help="Names from kalmannorm data list.")],
     root: Root = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download data sets and verify them; what is here and whole is left as it is."""
+    """Download data sets and verify them. Complete data sets are not downloaded again."""
     from kalmannorm.lab.data.catalogue import find
     from kalmannorm.lab.data.files import data_root
     from kalmannorm.lab.data.source import state

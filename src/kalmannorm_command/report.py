@@ -1,4 +1,4 @@
-"""`kalmannorm report`: one page that shows what runs and experiments found."""
+"""`kalmannorm report`: one HTML page about runs and experiments."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ import typer
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of runs, comparisons or experiments; all that lies in them is shown.")
+        list[Path], typer.Argument(help="Folders of runs, comparisons or experiments. All runs in them are shown.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     figures: Annotated[
         Path | None,
-        typer.Option("--figures", help="Where each figure goes as PNG, SVG and CSV; beside the page unless given."),
+        typer.Option("--figures", help="Folder for each figure as PNG, SVG and CSV. [default: beside the page]"),
     ] = None,
-    draw: Annotated[
-        bool, typer.Option("--draw/--no-draw", help="Whether to write the figures as files at all.")
-    ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    draw: Annotated[bool, typer.Option("--draw/--no-draw", help="Also write the figures as files.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the summary, as JSON.")] = False,
 ) -> None:
-    """Write one self-contained page about runs: tables, curves, gains, variance gaps, wiring, speed, origins.
+    """Write one self-contained HTML page about runs: tables, curves, gains, variance gaps, wiring, speed, origins.
 
-    It opens from disk in any browser and needs no network. Unfinished runs are listed, not averaged.
+    The page opens from disk in any browser and needs no network. Unfinished runs are listed, not averaged.
     """
     from kalmannorm.lab.report.collecting import collect
     from kalmannorm.lab.report.writing import summarize_collected, write_collected

@@ -1,4 +1,4 @@
-"""`kalmannorm export`: a trained run as ONNX, a torch.export program or plain weights."""
+"""`kalmannorm export`: write a trained run as ONNX, as a torch.export program or as plain weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or with a checkpoint.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="A name that ends in .onnx, .pt2 or .safetensors.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is finished or has a checkpoint.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="File to write. The format follows from the name: .onnx, .pt2 or .safetensors."
+        ),
+    ],
     inference: Annotated[str, typer.Option("--inference", help="population, example or batch.")] = "population",
     folded: Annotated[
-        bool, typer.Option("--fold/--no-fold", help="Norms into convolutions; else they become BatchNorms.")
+        bool, typer.Option("--fold/--no-fold", help="Fold norms into convolutions. Without it they become BatchNorms.")
     ] = True,
-    data_root: Annotated[Path | None, typer.Option("--data-root", help="Where data sets are kept.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Ship a trained model: to ONNX, to torch.export's .pt2, or as weights of a plain, folded net.
+    """Export a trained model to ONNX, to .pt2 of torch.export, or to .safetensors weights of a plain net.
 
-    The file is read back and compared with the model on test images. It takes images normalized as in training: mean
-    and deviation are in the file, under the name kalmannorm, with what else there is to know.
+    The exported file is read back and compared with the model on test images. The exported model takes images
+    normalized as in training. Their mean, their standard deviation and other metadata are in the file, under the name
+    kalmannorm.
     """
     from kalmannorm.lab.export import export as write
 
@@ -35,14 +41,14 @@ def export(
     typer.echo(f"{output}: {found['model']}{position}, {inference} inference, {left}, {found['bytes'] / 1e6:.1f} MB")
     typer.echo(f"takes {_number(found['batch'])} images of {' × '.join(map(str, found['shape']))}")
     if found["difference"] is None:
-        typer.echo("logits not compared, for onnxruntime is missing: pip install 'kalmannorm[onnx]'")
+        typer.echo("logits not compared: onnxruntime is missing. pip install 'kalmannorm[onnx]'")
     else:
         typer.echo(f"logits differ from the model's by at most {found['difference']:.1e} of the largest")
 
 
 def _number(batch: dict[str, int] | int) -> str:
     if isinstance(batch, int):
-        return f"exactly {batch}, for torch.export fixed their number:"
+        return f"exactly {batch}, because torch.export fixed the batch size:"
     if batch["multiple_of"] == 1:
         return "any number of"
     return f"a multiple of {batch['multiple_of']}, at least {batch['at_least']},"
