@@ -8,7 +8,7 @@ from kalmannorm._model.fusion import Fusion, fuse
 from kalmannorm._model.norm_classes import register_norm
 from kalmannorm._model.optimization import gains, parameter_groups
 from kalmannorm._model.population import check_statistics, freeze_statistics, set_inference
-from kalmannorm._model.recalibrate import finish_on_population, recalibrate
+from kalmannorm._model.recalibrate import Recalibration, finish_on_population, recalibrate
 from kalmannorm._model.wiring_report import NormWiring, Wiring
 from kalmannorm._norms.baselines import (
     BatchRenorm1d,
@@ -40,6 +40,7 @@ __all__ = [
     "GroupedNorm",
     "Moments",
     "NormWiring",
+    "Recalibration",
     "Wiring",
     "__version__",
     "accumulate_statistics",
