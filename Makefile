@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 LAB := $(VENV)/.lab
 INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test lint unit bench attack deploy-check families figures clean
+.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures clean
 
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
-	@echo "make test     install, lint, type-check, test"
+	@echo "make test     install, lint, type-check, test (10 minutes on two cores)"
+	@echo "make test-all  the same with the wide sweeps (half an hour)"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
@@ -34,14 +36,21 @@ demo: $(LAB)
 
 test: lint unit
 
+test-all: lint unit-all
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The second command runs the kernels in Triton's interpreter. Its status is 5 where there is no Triton: no tests.
 unit: install
-	$(BIN)/python -m pytest -n 2 --durations=10
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --durations=10 || [ $$? -eq 5 ] # 5: no Triton, so no kernel tests
+	$(PYTEST) -m "not wide"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not wide" || [ $$? -eq 5 ]
+
+unit-all: install
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) || [ $$? -eq 5 ]
 
 bench: install
 	$(BIN)/kalmannorm bench op

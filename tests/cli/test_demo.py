@@ -12,9 +12,10 @@ import pytest
 from kalmannorm.lab import report
 from kalmannorm.lab.comparing import compare
 from kalmannorm.lab.comparing.compare import FailedCellsError
-from kalmannorm.lab.files.records import Run, find_runs
+from kalmannorm.lab.files.records import Run
 from kalmannorm_command import demo as command
 from kalmannorm_command.app import run
+from support.lab_runs import find_runs
 
 METHODS, SETTINGS = command.METHODS, command.SETTINGS
 

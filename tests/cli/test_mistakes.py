@@ -12,11 +12,12 @@ import pytest
 from kalmannorm.lab.comparing.cells import grid
 from kalmannorm.lab.errors import DivergedError, LabError
 from kalmannorm.lab.files import checkpoint
-from kalmannorm.lab.files.records import Run, find_runs, write_json
+from kalmannorm.lab.files.records import Run, write_json
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
+from support.lab_runs import find_runs
 from support.saying import said
 from support.stopped_runs import train_until
 

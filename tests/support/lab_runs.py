@@ -80,3 +80,9 @@ def numbers(folder: Path) -> list[dict[str, object]]:
 
 def losses(folder: Path) -> torch.Tensor:
     return torch.tensor([event["loss"] for event in Run.read(folder).events("train")], dtype=torch.float64)
+
+
+def find_runs(folder: Path) -> Iterator[Run]:
+    """All runs in a folder, at any depth, sorted by path."""
+    for path in sorted(folder.rglob("recipe.json")):
+        yield Run.read(path.parent)

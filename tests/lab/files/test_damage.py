@@ -16,14 +16,14 @@ from lightning_fabric.plugins.precision import Precision
 
 from kalmannorm.lab.errors import DamagedError, LabError
 from kalmannorm.lab.files import checkpoint, manifest
-from kalmannorm.lab.files.records import Run, find_runs
+from kalmannorm.lab.files.records import Run
 from kalmannorm.lab.files.resuming import resumable
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.loading import data_of, load_run, model_of
 from kalmannorm.lab.training.optimizer import optimizer_of
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
-from support.lab_runs import numbers, weights
+from support.lab_runs import find_runs, numbers, weights
 from support.saying import said
 from support.stopped_runs import train_until
 

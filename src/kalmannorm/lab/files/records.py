@@ -357,12 +357,3 @@ def forget_measurements(folder: Path) -> None:
     """Delete the evaluation and the analysis of a run that is resumed: they are outdated."""
     (folder / "evaluation.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "analysis", ignore_errors=True)
-
-
-def find_runs(*folders: Path) -> Iterator[Run]:
-    """All runs in these folders, at any depth, sorted by path."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise LabError(f"there is no folder {folder}")
-        for path in sorted(folder.rglob("recipe.json")):
-            yield Run.read(path.parent)
