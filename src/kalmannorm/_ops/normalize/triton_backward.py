@@ -176,7 +176,10 @@ def backward_reduce_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first launch: Σ g and Σ g (x - mean) of a group's shares, (2, S, G, K, C), and the residual's gradient."""
+    """Streamed, first launch: Σ g and Σ g (x - mean) of a group's shares, (2, S, G, K, C).
+
+    It also writes the gradient of the residual.
+    """
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
