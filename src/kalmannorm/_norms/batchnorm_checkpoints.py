@@ -1,8 +1,8 @@
 """Fill in missing keys when a checkpoint of another norm is loaded, so that it loads with `strict=True`.
 
-A BatchNorm checkpoint has no observed statistics. They start from its running statistics. A checkpoint of one of our
-norms without a prior has no filter. The filter then keeps its initial values. If only a part of the statistics or of
-the filter is missing, the checkpoint is corrupted. Nothing is filled in, and torch raises.
+A BatchNorm checkpoint has no observed statistics. They start from its running statistics. A checkpoint of a Kalman
+norm without a prior has no filter. The filter then keeps its initial values. If only a part of the statistics or of the
+filter is missing, the checkpoint is corrupted. Nothing is filled in, and torch raises.
 """
 
 from __future__ import annotations

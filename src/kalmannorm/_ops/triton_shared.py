@@ -26,7 +26,7 @@ def await_previous(PDL: tl.constexpr):
 def sum_of_products(a, b, axis: tl.constexpr):
     """Σ a b. Each product is rounded before it is added.
 
-    Threads reduce in pairs: each adds the other's value to its own. With a fused multiply-add, each would add its own
+    Threads reduce in pairs: each adds the other's value to its own. With an FMA instruction, each would add its own
     product unrounded and the other's product rounded. The two sums could differ in the last bit, and either thread may
     write the result.
     """

@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 REMEDY = (
-    "save model.state_dict() with the version that pickled it, and load that into a freshly converted model: "
+    "save model.state_dict() with the version that pickled it, and load it into a freshly converted model: "
     "kalmannorm.convert(model, example).load_state_dict(state)"
 )
 
