@@ -181,7 +181,7 @@ class TrackedNorm(_NormBase):
         count = self.skipped_batches
         if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
             return 0
-        if self.wire is not None:  # in the middle of a forward, count the norms that have run
+        if self.wire is not None:  # in the middle of a forward, postponed updates count too
             self.wire.track_postponed()
         skipped = int(count)
         if skipped:
