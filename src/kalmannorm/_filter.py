@@ -1,4 +1,4 @@
-"""The filter on moments: predict from the layer before, update with the observation; no activations here.
+"""The Kalman filter on moments: predict from the layer before, then update with the observation.
 
     predict   mean_p = A mean_prev            var_p = (A∘A) var_prev + r
     update    mean   = p mean_p + q x̄         var   = p var_p + q S + p q (x̄ - mean_p)²,   p = 1 - q
@@ -29,20 +29,20 @@ def predict(previous: Moments, matrix: Tensor, noise: Tensor, *, full: bool = Fa
 
 
 def update(prior: Moments, observation: Moments, gain: Tensor) -> Moments:
-    """Posterior: the prior fused with the observation, with trust `gain` = q in the observation.
+    """Posterior: combine prior and observation. `gain` = q is the weight of the observation.
 
-    The covariance is kept where both sides have one; then q must be one number.
+    If both have a covariance, the posterior has one too. Then q must be one number.
     """
     return mix(prior, observation, gain, 1 - gain)
 
 
 def mix(prior: Moments, observation: Moments, trust: Tensor, doubt: Tensor) -> Moments:
-    """`update` where p = 1 - q has more digits than q near 1 leaves it."""
+    """`update` with a given p (`doubt`). If q is near 1, computing 1 - q would lose digits of p."""
     surprise = observation.mean - prior.mean
-    # Not `torch.lerp`: where the observation overflows, it subtracts infinity from infinity.
+    # `torch.lerp` is not used: if the observation overflows, it subtracts infinity from infinity.
     mean = torch.addcmul(doubt * prior.mean, trust, observation.mean)
     if prior.cov is None or observation.cov is None:
-        # Both gains come before the surprise is squared, or a square might overflow that they make small.
+        # Multiply by both gains before squaring the surprise. The square alone might overflow.
         var = torch.addcmul(doubt * prior.var, trust, observation.var)
         return Moments(mean, torch.addcmul(var, trust * doubt * surprise, surprise))
     outer = surprise.unsqueeze(2) * surprise.unsqueeze(1)
@@ -53,11 +53,14 @@ def mix(prior: Moments, observation: Moments, trust: Tensor, doubt: Tensor) -> M
 def update_backward(
     prior: Moments, observation: Moments, gain: Tensor, grad: Moments
 ) -> tuple[Moments, Moments, Tensor]:
-    """Gradients of the diagonal `update`: at the prior, at the observation, and at the gain before summing, (G, C)."""
+    """Gradients of the diagonal `update` with respect to prior, observation and gain.
+
+    The gradient with respect to the gain is (G, C). The caller sums it.
+    """
     trust, doubt = gain, 1 - gain
     surprise = observation.mean - prior.mean
-    # Each from its own formula: differences of one another would cancel as q -> 0, q -> 1 or q -> 1/2. And the gain
-    # comes before the surprise, whose square may be as large as the gain is small.
+    # Each gradient has its own formula. Differences of two gradients would cancel as q -> 0, q -> 1 or q -> 1/2.
+    # The gain is multiplied before the surprise, because the square of the surprise may be very large.
     grad_var = trust * grad.var
     lever = grad_var * surprise
     grad_gain = torch.addcmul(grad.mean, (doubt - trust) * grad.var, surprise).mul_(surprise)
@@ -68,7 +71,7 @@ def update_backward(
     )
 
 
-# A float32 sigmoid reaches 1 exactly; q must not, or a group of one value would have no variance at all.
+# A float32 sigmoid can be exactly 1. q must stay below 1. Otherwise a group of one value would have no variance.
 GAIN_MARGIN = 1e-6
 
 
@@ -78,6 +81,6 @@ def gain_of(logit: Tensor) -> Tensor:
 
 
 def gain_slope(logit: Tensor) -> Tensor:
-    """dq by the logit."""
+    """Derivative of q with respect to the logit."""
     share = torch.sigmoid(logit)
     return (1 - 2 * GAIN_MARGIN) * share * (1 - share)

@@ -1,9 +1,9 @@
-"""Groups: which neighbouring examples share their statistics, and how moments of examples become those of groups.
+"""Groups of neighbouring examples that share their statistics, and moments of groups from moments of examples.
 
-A batch of N examples holds G = ceil(N / m) groups of m neighbours; the last may be smaller. m = 0 means the whole batch
-is one group.
+A batch of N examples has G = ceil(N / m) groups of m neighbouring examples. The last group may be smaller. With m = 0
+the whole batch is one group.
 
-Nothing here depends on the values of a tensor.
+No function here depends on the values of a tensor.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kalmannorm.moments import Moments
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Statistics and filter are float32 whatever the activations are; float64 for float64."""
+    """Statistics and filter are float64 for float64 activations, and float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t.to(dtype)`, without the way there where nothing has to be done."""
+    """`t.to(dtype)`. Skips the call if `t` already has this dtype."""
     return t if t.dtype == dtype else t.to(dtype)
 
 
 def group_size(examples: int, statistics_batch_size: int | None) -> int:
-    """Examples per group: the statistics batch, or the whole batch where none is set."""
+    """Examples per group: the statistics batch, or the whole batch if no statistics batch is set."""
     return statistics_batch_size or examples
 
 
@@ -36,7 +36,10 @@ def group_count(examples: int, size: int) -> int:
 
 
 def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:
-    """Examples in each group: one number where all are alike, else (G, 1) in the dtype and on the device of `like`."""
+    """Examples in each group: one number if all groups have the same size, else (G, 1).
+
+    The tensor has the dtype and the device of `like`.
+    """
     if examples % size == 0:
         return size
     starts = torch.arange(group_count(examples, size), device=like.device, dtype=like.dtype) * size
@@ -44,13 +47,13 @@ def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:
 
 
 def _from_first(rows_GmC: Tensor) -> Tensor:
-    """The mean relative to the group's first example, or the sum of m means would round where |mean| ≫ σ."""
+    """The mean, computed relative to the group's first example. A plain sum would lose digits where |mean| ≫ σ."""
     first = rows_GmC[:, :1]
     return first.squeeze(1) + (rows_GmC - first).mean(1)
 
 
 def _average(rows_GmC: Tensor) -> Tensor:
-    """The mean of variances, of which some may be infinite."""
+    """The mean of variances. Some of them may be infinite."""
     return rows_GmC.mean(1)
 
 
@@ -67,7 +70,7 @@ def mean_groups(rows_NC: Tensor, size: int, mean: Callable[[Tensor], Tensor] = _
 
 
 def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
-    """Give every example its group's row: (G, C) or (1, C) -> (N, C)."""
+    """Repeat each group's row for its examples: (G, C) or (1, C) -> (N, C)."""
     groups, channels = moments_GC.shape
     if groups == 1:
         return moments_GC.expand(examples, channels)
@@ -78,7 +81,7 @@ def expand_groups(moments_GC: Tensor, examples: int, size: int) -> Tensor:
 
 
 def merge_examples(example: Moments, size: int) -> Moments:
-    """Moments of each group from those of its examples: average variance plus variance of the means (Chan)."""
+    """Moments of each group from the moments of its examples: average variance plus variance of the means (Chan)."""
     if size == 1:
         return example
     mean = mean_groups(example.mean, size)

@@ -1,4 +1,4 @@
-"""`batch_kalman_norm`: normalize with the prior fused with what the batch shows."""
+"""`batch_kalman_norm`: combine prior and observation, and normalize with the posterior."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def normalize(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
-    """The diagonal op on checked arguments: output, posterior, observation. γ, β are (C,), or (G, C) to differ."""
+    """Output, posterior and observation of the diagonal op. Arguments must be checked already.
+
+    γ and β are (C,), or (G, C) with one row per group.
+    """
     size = statistics_batch_size
     if transformed():
         return exportable.normalize(
@@ -52,7 +55,7 @@ def normalize(
 
 
 def observe(x: Tensor, statistics_batch_size: int | None) -> Moments:
-    """Mean and biased variance of each group, (G, C), in float32 or better."""
+    """Mean and biased variance of each group, (G, C), in float32 or float64."""
     if transformed():
         return exportable.observe_groups(x, group_size(x.shape[0], statistics_batch_size))
     return Moments(
@@ -73,20 +76,21 @@ def batch_kalman_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, Moments]:
-    """Normalize x (N, C, *) with the posterior of each group; return (y, posterior).
+    """Normalize x (N, C, *) with the posterior of each group. Return (y, posterior).
 
     Args:
-        prior: predicted `Moments`, (G, C) or (1, C); None normalizes with the observation alone, as batch norm does.
-        gain: q, trust in the observation: a number in (0, 1), or a tensor () or (C,), which is not inspected.
-            Ignored where there is no prior.
+        prior: predicted `Moments`, (G, C) or (1, C). None: normalize with the observation alone, as batch norm does.
+        gain: q, the weight of the observation. A number in (0, 1), or a tensor of shape () or (C,). The values of a
+            tensor are not checked. The gain is ignored if there is no prior.
         weight, bias: γ, β of shape (C,), or None.
-        statistics_batch_size: m, examples per group; None takes the whole batch as one group. The last group is
-            smaller where m does not divide N.
-        covariance: "full" keeps (G, C, C) covariances in the moments and still normalizes by their diagonal.
-        residual: of the shape and dtype of x, added to the result.
-        relu: whether a ReLU follows, in the same pass. For the backward x is kept, and y with a residual or on a CPU.
+        statistics_batch_size: m, examples per group. None: the whole batch is one group. The last group is smaller
+            if m does not divide N.
+        covariance: "full" keeps (G, C, C) covariances in the moments. Normalization still uses their diagonal.
+        residual: a tensor with the shape and dtype of x. It is added to the result.
+        relu: whether a ReLU is applied in the same pass. x is kept for the backward. y is also kept if there is a
+            residual, or on a CPU.
 
-    Gradients flow to x, to the prior, gain, weight and bias, and from the returned posterior.
+    Gradients flow to x, prior, gain, weight and bias. They also flow back from the returned posterior.
     """
     check_input(x)
     if statistics_batch_size is not None and not isinstance(statistics_batch_size, torch.SymInt):

@@ -96,7 +96,7 @@ CALLS = {
     "previous rows": (
         lambda: BatchKalmanNorm2d(3, 3)(X, Moments(torch.zeros(2, 3), torch.ones(3, 3))),
         ValueError,
-        r"must have one shape, got \(2, 3\) and \(3, 3\)",
+        r"must have the same shape, got \(2, 3\) and \(3, 3\)",
     ),
     "rank of x": (lambda: BatchKalmanNorm2d(3)(torch.randn(4, 3)), ValueError, r"x must be 4D.*\(4, 3\)"),
     "channels": (lambda: BatchKalmanNorm2d(5)(X), ValueError, "num_features = 5 channels, got 3"),

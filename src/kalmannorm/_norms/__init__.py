@@ -1,1 +1,1 @@
-"""The norm layers, and what they share."""
+"""The norm layers and their base classes."""

@@ -1,11 +1,11 @@
-"""The norms to compare with, on the same op and with the same groups, statistics and inference as ours.
+"""Baseline norms for comparisons. They use the same op, groups, statistics and inference as `BatchKalmanNorm`.
 
-`GhostBatchNorm` is batch norm on groups of m examples: what happens on each device of a data-parallel run.
+`GhostBatchNorm` is batch norm on groups of m examples, as on each device of a data-parallel run.
 `BatchRenorm` (Ioffe, "Batch Renormalization", 2017) corrects a group's statistics towards the moving averages:
 
     y = γ (r (x - μ_B) / σ_B + d) + β,   r = clip(σ_B / σ, 1/r_max, r_max),   d = clip((μ_B - μ) / σ, -d_max, d_max)
 
-with r and d held constant in the backward, μ ← μ + α (μ_B - μ) and σ ← σ + α (σ_B - σ).
+r and d are constants in the backward. Updates are μ ← μ + α (μ_B - μ) and σ ← σ + α (σ_B - σ).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from kalmannorm.moments import Moments
 
 
 class GhostBatchNorm(GroupedNorm):
-    """Batch norm on groups of `statistics_batch_size` neighbouring examples; all three ways of inference.
+    """Batch norm on groups of `statistics_batch_size` neighbouring examples, with all three inference modes.
 
-    Arguments as in `BatchKalmanNorm`, less the filter's.
+    Arguments are those of `BatchKalmanNorm`, without the arguments of the filter.
     """
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        """Normalize x. `residual` and `relu` are those of `BatchKalmanNorm`."""
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
 
 class BatchRenorm(GroupedNorm):
-    """Batch Renormalization on groups of `statistics_batch_size` examples; `population` and `batch` inference.
+    """Batch Renormalization on groups of `statistics_batch_size` examples, with `population` and `batch` inference.
 
     Args:
         r_max, d_max: the clips at the end of their schedule.
         warmup_steps: batches that run as plain batch norm (r_max = 1, d_max = 0).
-        r_steps, d_steps: the batch at which each clip, growing linearly after the warm-up, reaches its end.
+        r_steps, d_steps: the batch at which each clip reaches its end. Clips grow linearly after the warm-up.
 
-    The schedule counts training forwards (`num_batches_tracked`); its defaults are the paper's, made for 160,000
-    steps, so shorter runs should scale them. `batch` inference normalizes as training does, r and d included.
-    Other arguments as in `BatchKalmanNorm`.
+    The schedule counts training forwards (`num_batches_tracked`). The defaults are those of the paper, for 160,000
+    steps. Shorter runs should scale them. `batch` inference normalizes as in training, with r and d.
+    Other arguments are those of `BatchKalmanNorm`.
     """
 
     inference_modes = ("population", "batch")
@@ -77,7 +77,7 @@ class BatchRenorm(GroupedNorm):
             raise ValueError(f"d_max must be at least 0, got {d_max}")
         for name, steps in (("r_steps", r_steps), ("d_steps", d_steps)):
             if steps < warmup_steps:
-                raise ValueError(f"{name} must not come before warmup_steps = {warmup_steps}, got {steps}")
+                raise ValueError(f"{name} must be at least warmup_steps = {warmup_steps}, got {steps}")
         super().__init__(
             num_features,
             statistics_batch_size=statistics_batch_size,
@@ -93,11 +93,11 @@ class BatchRenorm(GroupedNorm):
         self.warmup_steps, self.r_steps, self.d_steps = warmup_steps, r_steps, d_steps
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-        """Normalize x; `residual` and `relu` as in `BatchKalmanNorm`."""
+        """Normalize x. `residual` and `relu` are those of `BatchKalmanNorm`."""
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
     def clips(self, batches: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """r_max and d_max after so many batches, on the device; at the present batch, where none are given."""
+        """r_max and d_max after `batches` training batches, on the device. None: after those tracked so far."""
         batches = self.num_batches_tracked if batches is None else batches
         assert batches is not None and self.running_mean is not None
         steps = batches.to(self.running_mean.dtype) - self.warmup_steps
@@ -108,9 +108,9 @@ class BatchRenorm(GroupedNorm):
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
     def _affine(self, observation: Moments) -> tuple[Tensor, Tensor]:
-        """γ r and γ d + β of each group, (G, C); r and d carry no gradient."""
+        """γ r and γ d + β of each group, (G, C). r and d have no gradient."""
         with torch.no_grad():
-            # This forward moves them, and its recomputation must find them where they were.
+            # This forward updates the statistics. Its recomputation must read the old values.
             mean, var, batches = first_seen(self, self._towards)
             r_max, d_max = self.clips(batches)
             sigma = torch.sqrt(var + self.eps)
@@ -120,12 +120,12 @@ class BatchRenorm(GroupedNorm):
             d = torch.minimum(torch.maximum(d, -d_max), d_max)
         if self.weight is None or self.bias is None:
             return r, d
-        # In the dtype of statistics first, or each way to γ would round its gradient to half precision by itself.
+        # Cast γ once, before its two uses. Otherwise each use would round its gradient to half precision separately.
         weight, bias = cast(self.weight, r.dtype), cast(self.bias, r.dtype)
         return weight * r, weight * d + bias
 
     def _towards(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a forward corrects towards, and the batch by which the schedule counts."""
+        """The running statistics that a forward corrects towards, and the batch number for the schedule."""
         mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
         assert mean is not None and var is not None and batches is not None
         return mean, var, batches

@@ -1,8 +1,8 @@
-"""What the checkpoint of another norm lacks, filled in so that it loads with `strict=True`.
+"""Fill in missing keys when a checkpoint of another norm is loaded, so that it loads with `strict=True`.
 
-A BatchNorm's lacks what only these layers have: the observation starts from its statistics. A norm of ours without a
-prior lacks the filter, which then stays at its start. What lacks only a part of the statistics or of the filter is
-damaged, and is left to be refused.
+A BatchNorm checkpoint has no observed statistics. They start from its running statistics. A checkpoint of a Kalman
+norm without a prior has no filter. The filter then keeps its initial values. If only a part of the statistics or of the
+filter is missing, the checkpoint is corrupted. Nothing is filled in, and torch raises.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MANY = 1 << 40
 
 
 def fill_from_batchnorm(norm: _NormBase, state_dict: dict[str, Any], prefix: str) -> None:
-    """Add to `state_dict`, in place, what `norm` has and the norm that was saved had not."""
+    """Add the keys that `norm` has and the saved norm did not have to `state_dict`, in place."""
     if not any(prefix + name in state_dict for name in BATCHNORM):
         return
     statistics = {name for name, _ in norm.named_buffers() if name not in BATCHNORM}
     learned = {name: parameter.detach() for name, parameter in norm.named_parameters() if name not in BATCHNORM}
     running = [state_dict[prefix + name] for name in SOURCES.values() if prefix + name in state_dict]
     if len(running) == 2 and not any(prefix + name in state_dict for name in statistics):
-        # How many values went in is not known; with a momentum it only has to be many, lest the next batch count
-        # as the first and wipe out what was loaded.
+        # The number of values is not known. With a momentum it only has to be large. Otherwise the next batch would
+        # count as the first one and overwrite the loaded statistics.
         counts = {"values_tracked": 0 if norm.momentum is None else MANY, "skipped_batches": 0}
         for name in statistics:
             if name in counts:
@@ -35,5 +35,5 @@ def fill_from_batchnorm(norm: _NormBase, state_dict: dict[str, Any], prefix: str
                 fill = state_dict[prefix + SOURCES[name]].clone()
             state_dict[prefix + name] = fill
     if not any(prefix + name in state_dict for name in learned):
-        # On the meta device there is no start to keep: the keys stay missing and are reported.
+        # Parameters on the meta device have no initial values. Their keys stay missing and are reported.
         state_dict.update({prefix + name: t.clone() for name, t in learned.items() if not t.is_meta})

@@ -1,15 +1,15 @@
-"""Statistics over the ranks of a process group: group g of all ranks together is one statistics group.
+"""Statistics over the ranks of a process group: groups with the same number g on all ranks form one group.
 
-Rank r holds n_r values of it, with mean m_r and variance v_r. Joined,
+Rank r holds n_r values of the group, with mean m_r and variance v_r. The joint moments are
 
     n = Σ n_r        mean = Σ n_r m_r / n        var = Σ n_r (v_r + (m_r - mean)²) / n
 
-One message gathers the rows of all ranks and each rank merges them by itself, in float64: equal to the last bit
-everywhere, and nothing cancels where |mean| ≫ σ. Gradients at the joint moments are summed over ranks, so the ranks
-learn as one process does on the joined batch with the sum of their losses.
+One all_gather collects the rows of all ranks. Each rank merges them in float64. So all ranks get the same bits, and
+nothing cancels where |mean| ≫ σ. Gradients with respect to the joint moments are summed over ranks. So the ranks learn
+as one process does on the joined batch with the sum of their losses.
 
-A rank that does not take part makes the others wait. `Company` names the layer and the ranks then, and it tells all
-ranks of one that has no examples. It sends no message of its own for that.
+If a rank does not take part, the others wait. The error of `Company` then names the layer and the ranks. If a rank has
+no examples, `Company` raises on all ranks. It needs no additional message for this.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ ProcessGroupChoice: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 def _is_group(value: object) -> bool:
     if not dist.is_available():
         return False
-    # Processes outside a group hold a number in its stead: they run by themselves.
+    # Processes outside a group hold a number instead of the group. They run alone.
     outside = isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER
     return outside or isinstance(value, dist.ProcessGroup)
 
 
 class Ranks:
-    """Whose observations a norm joins: `choice` is None (its own), "world" (those of all processes) or a ProcessGroup.
+    """The ranks whose observations a norm joins. `choice` is None (only its own), "world" (all) or a ProcessGroup.
 
-    A ProcessGroup can be neither copied nor pickled: a copy shares it, and a pickle says "world" instead.
+    A ProcessGroup can be neither copied nor pickled. A copy shares it, and a pickle contains "world" instead.
     """
 
     def __init__(self, choice: ProcessGroupChoice) -> None:
@@ -64,7 +64,7 @@ class Ranks:
         return Ranks, (None if self.choice is None else "world",)
 
     def group(self) -> dist.ProcessGroup | None:
-        """The group to talk to; None where there is nobody: torch.distributed not initialised, or a single rank."""
+        """The process group. None for a single rank, or if torch.distributed is not initialised."""
         if self.choice is None or not (dist.is_available() and dist.is_initialized()):
             return None
         group = dist.group.WORLD if isinstance(self.choice, str) else self.choice
@@ -72,7 +72,7 @@ class Ranks:
 
 
 class Place(NamedTuple):
-    """Where in a model ranks meet: a layer's name, or words for it, and a number below 2^32 that stands for them."""
+    """A layer of the model: its name or a description, and a hash of it below 2^32 that ranks compare."""
 
     name: str
     sign: int
@@ -83,25 +83,25 @@ class Place(NamedTuple):
 
 
 class Company(NamedTuple):
-    """The ranks of a group, at one place of a model."""
+    """The ranks of a process group, at one layer of a model."""
 
     group: dist.ProcessGroup
     place: Place
 
     def gather(self, own: Tensor) -> Tensor:
-        """This tensor of every rank, stacked; without a gradient."""
+        """This tensor from every rank, stacked. It has no gradient."""
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         with self._placed():
             dist.all_gather(parts, own.contiguous(), group=self.group)
         return torch.stack(parts)
 
     def add_up(self, own: Tensor) -> None:
-        """The sum over ranks, in the tensor's place."""
+        """Sum the tensor over ranks, in place."""
         with self._placed():
             dist.all_reduce(own, group=self.group)
 
     def check(self, signs: list[int], values: list[int]) -> None:
-        """Raise where ranks are at another place, or have no values; every rank calls it with what all of them sent."""
+        """Raise if ranks are at another layer or have no values. All ranks call it with the same lists."""
         elsewhere = [number for number, sign in enumerate(signs) if sign != self.place.sign]
         if elsewhere:
             raise RuntimeError(
@@ -116,12 +116,12 @@ class Company(NamedTuple):
             )
 
     def _named(self, numbers: list[int]) -> str:
-        """Ranks of the group, by their numbers among all processes."""
+        """Global rank numbers, as words, from the numbers in this group."""
         return _ranks([dist.get_global_rank(self.group, number) for number in numbers])
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """An exchange that fails says where, and which ranks were not there."""
+        """If an exchange inside this context fails, the error names the layer and the missing ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -141,10 +141,10 @@ class Company(NamedTuple):
 
 
 def whereabouts(group: Any, here: int, others: list[int], place: str) -> dict[int, str | None]:
-    """Where the other ranks of a group wait, after an exchange of this one has failed at a place; None: nowhere.
+    """The layers at which the other ranks wait, after an exchange failed at `place`. None: the rank does not wait.
 
-    Whoever fails writes its place into the group's store, beside those of its earlier failures. Ranks that wait for
-    each other fail at about the same time, and equally often.
+    Each failing rank writes its layer and the number of its failures into the group's store. Ranks that wait for each
+    other fail at about the same time and equally often.
     """
     found: dict[int, str | None] = dict.fromkeys(others)
     try:
@@ -157,7 +157,7 @@ def whereabouts(group: Any, here: int, others: list[int], place: str) -> dict[in
                 if found[rank] is None and store.check([f"kalmannorm/{rank}/{number}"]):
                     found[rank] = store.get(f"kalmannorm/{rank}/{number}").decode()
             time.sleep(0.02)
-    except (AttributeError, RuntimeError):  # torch of an older version, or the store's process has ended
+    except (AttributeError, RuntimeError):  # an older torch, or the process of the store has ended
         return {} if len(others) > 1 else found
     return found
 
@@ -167,13 +167,13 @@ def _ranks(numbers: list[int]) -> str:
 
 
 GRACE = 1.0
-"""Seconds in which ranks that wait together all find out."""
+"""Seconds within which all waiting ranks fail."""
 
 LIKELY = "A rank skipped this forward or took another path through the model: all ranks must run the same layers."
 
 
 class Joint(NamedTuple):
-    """What all ranks observed: moments (G, C), and how many values each rank put into each group, (R, G, 1)."""
+    """Joint observation: moments (G, C), and the number of values per rank and group, (R, G, 1)."""
 
     moments: Moments
     counts: Tensor
@@ -187,7 +187,7 @@ class Joint(NamedTuple):
         return Groups(self.moments, self._shares(self.counts.sum(0)))
 
     def posterior(self, own: Moments) -> Groups:
-        """The posteriors of all ranks' groups, (R·G, C): each rank may have had another prior."""
+        """The posteriors of all ranks' groups, (R·G, C). Priors may differ between ranks."""
         rows = self.company.gather(padded(torch.cat([own.mean, own.var], 1), self.counts.shape[1])).flatten(0, 1)
         return Groups(Moments(*rows.chunk(2, 1)), self._shares(self.counts.flatten(0, 1)))
 
@@ -205,11 +205,12 @@ def normalize_jointly(
     eps: float,
     company: Company,
 ) -> tuple[Tensor, Moments, Joint]:
-    """Output and posterior of this rank's groups, and what all ranks observed; `affine` gives γ, β of an observation.
+    """Output and posterior of this rank's groups, and the joint observation. `affine` returns γ, β for an observation.
 
-    The op runs with a gain next to 0, to normalize with the posterior as it is: it keeps nothing but x for the
-    backward, where plain operations would keep three tensors of that size. The gain is not 0, because the variance of
-    this rank's own values may be infinite, and 0 times infinity is NaN. Finite ones it makes smaller than a rounding.
+    The op gets the posterior as its prior, with a gain near 0. So it normalizes with this posterior. The op keeps only
+    x for the backward, but plain operations would keep three tensors of that size. The gain is not 0, because this
+    rank's own variance may be infinite, and 0 times infinity is NaN. The effect of a finite variance is smaller than
+    the rounding error.
     """
     groups = count_groups(x, statistics_batch_size, company, prior=prior is not None)
     run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
@@ -224,18 +225,18 @@ def normalize_jointly(
 
 
 def take_part_empty(x: Tensor, statistics_batch_size: int | None, company: Company) -> None:
-    """The part of a rank without examples: the others hear of it, and all raise."""
+    """Take part in the exchange without examples. All ranks then raise."""
     if statistics_batch_size is not None:
         count_groups(x, statistics_batch_size, company, prior=True)
     nothing = x.new_zeros(1, x.shape[1], dtype=torch.float64)
     _Join.apply(nothing, nothing, nothing[:, :1], 1, company)  # type: ignore[no-untyped-call]
-    here = dist.get_rank(company.group)  # on a GPU nobody has looked at the counts
+    here = dist.get_rank(company.group)  # on a GPU the counts were not checked
     ranks = range(dist.get_world_size(company.group))
     company.check([company.place.sign for _ in ranks], [int(rank != here) for rank in ranks])
 
 
 def join(x: Tensor, local: Moments, size: int, groups: int, company: Company) -> Joint:
-    """Joint moments from those of this rank's groups of `size` examples of x; `groups` as in `count_groups`."""
+    """Joint moments from the moments of this rank's groups of `size` examples of x. `groups`: see `count_groups`."""
     positions = x.numel() // (x.shape[0] * x.shape[1])
     counts = torch.full_like(local.mean[:, :1], positions, dtype=torch.float64)  # exact up to 2^53
     counts = counts * group_sizes(x.shape[0], size, counts)
@@ -244,10 +245,10 @@ def join(x: Tensor, local: Moments, size: int, groups: int, company: Company) ->
 
 
 def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company, *, prior: bool) -> int:
-    """How many groups the ranks have together; without a prior each must hold two values per channel.
+    """Number of joint groups. Without a prior each must hold two values per channel.
 
-    All ranks exchange their shapes, so that all raise where one has to. With the whole batch as one group there is
-    nothing to ask: two ranks hold two values.
+    All ranks exchange their shapes, so if one rank must raise, all raise. If the whole batch is one group, no exchange
+    is needed, because two ranks always hold two values.
     """
     if statistics_batch_size is None:
         return 1
@@ -261,20 +262,20 @@ def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company,
         if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
             raise ValueError(
                 f"{company.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
-                f"channel over all {len(shapes)} ranks of process_group, and there is no prior to fill in its "
-                "variance. Give the layer a prior (prior_features and `previous`), raise statistics_batch_size, or "
-                "drop the last, smaller batch."
+                f"channel over all {len(shapes)} ranks of process_group. Without a prior such a group has no "
+                "variance. Use a prior (prior_features and `previous`), raise statistics_batch_size, or drop the "
+                "last, smaller batch."
             )
     return groups
 
 
 def padded(rows_GC: Tensor, groups: int) -> Tensor:
-    """Rows of zeros for the groups that only other ranks have."""
+    """Append rows of zeros for groups that only other ranks have."""
     return F.pad(rows_GC, (0, 0, 0, groups - rows_GC.shape[0]))
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, on every rank; its own backward."""
+    """The sum over ranks, on every rank. Its backward is the same sum."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, company: Company) -> Tensor:
@@ -289,14 +290,14 @@ class _Sum(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Joint mean and variance (G, C) and all counts (R, G, 1), from this rank's rows and counts of its first groups."""
+    """Joint mean and variance (G, C) and the counts of all ranks (R, G, 1), from this rank's rows and counts."""
 
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, company: Company
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, channels = mean.shape
-        signed = mean.device.type == "cpu"  # a GPU would have to be waited for
+        signed = mean.device.type == "cpu"  # on a GPU, reading the signs would wait for the device
         signs = [torch.full_like(counts, company.place.sign)] if signed else []
         gathered = company.gather(padded(torch.cat([mean.double(), var.double(), counts, *signs], 1), groups))
         means, variances, all_counts = gathered[..., : 2 * channels + 1].split_with_sizes([channels, channels, 1], 2)
@@ -317,15 +318,15 @@ class _Join(torch.autograd.Function):
         rows = mean.shape[0]
         total = _Sum.apply(torch.stack([grad_mean, grad_var]), ctx.company)  # type: ignore[no-untyped-call]
         at_mean, at_var = total[:, :rows]
-        # Of the joint mean inside the variance nothing is left: Σ n_r (m_r - mean) = 0.
+        # The joint mean inside the variance has no gradient, because Σ n_r (m_r - mean) = 0.
         return share * (at_mean + 2 * at_var * (mean - joint_mean[:rows])), share * at_var, None, None, None
 
 
 def take_part(target: Tensor, idle: list[Tensor]) -> Tensor:
-    """`target`, bit for bit, in whose graph the `idle` parameters take part with a gradient of exactly zero.
+    """Add the `idle` parameters to the graph of `target`, with gradients of exactly zero. No bit of `target` changes.
 
-    DDP waits for the gradient of every parameter. The sum of no element is 0 even of a NaN parameter, and t - 0 is t
-    where t + 0 is not: -0 + 0 is 0.
+    DDP waits for the gradient of every parameter. An empty sum is 0 even if the parameter is NaN. t - 0 is always t,
+    but t + 0 is not: -0 + 0 is 0.
     """
     if not idle:
         return target

@@ -1,7 +1,7 @@
-"""GroupedNorm: what every norm with per-group statistics shares.
+"""GroupedNorm: the base of all norms with per-group statistics.
 
-A forward in training, alone or joined with other ranks, three ways of inference, and freezing. What its forwards do to
-the running statistics is in `tracked.py`; subclasses say how a group is normalized.
+It contains the training forward, alone or joined with other ranks, three inference modes, and freezing. `tracked.py`
+updates the running statistics. Subclasses define how a group is normalized.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward, as activation checkpointing does when it recomputes."""
+    """Whether this forward runs inside a backward. Then activation checkpointing recomputes it."""
     return recompute_id() != -1
 
 
 def exporting() -> bool:
-    """Whether `torch.export` traces this forward; an exported program keeps no state of ours.
+    """Whether `torch.export` traces this forward. An exported program stores no state of the norm.
 
-    Not `torch.compiler.is_exporting`, which dynamo takes for True under `torch.compile` too (torch 2.10).
+    `torch.compiler.is_exporting` is not used, because dynamo also treats it as True under `torch.compile` (torch 2.10).
     """
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def plainly() -> bool:
-    """Whether inference runs in operations that every exporter knows, and that compilers fuse, instead of the op."""
+    """Whether inference uses plain operations instead of the op. Exporters know them, and compilers optimize them."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 class GroupedNorm(TrackedNorm):
-    """Base of the norms here; see the subclasses. `input_dims` are the ranks of x it takes."""
+    """Base of the norm layers; see the subclasses. `input_dims` lists the allowed numbers of dimensions of x."""
 
     input_dims: tuple[int, ...] = ()
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
-    """Children applied to the result, in order: what a converted norm class did after normalizing."""
+    """Children that are applied to the result, in order. A converted norm class had them after normalizing."""
     _place: Place = Place("a norm", 0)
-    """Its name in the model that `convert` made, or words for it: for errors that several ranks raise."""
+    """Its name in the converted model, or a description. Errors about several ranks show it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class GroupedNorm(TrackedNorm):
 
     @property
     def process_group(self) -> ProcessGroupChoice:
-        """Whose observations are joined in training: None, "world" or a ProcessGroup."""
+        """The ranks whose observations are joined in training: None, "world" or a ProcessGroup."""
         return self._ranks.choice
 
     @process_group.setter
@@ -109,17 +109,17 @@ class GroupedNorm(TrackedNorm):
         self._ranks = Ranks(choice)
 
     def check_process_group(self, choice: ProcessGroupChoice) -> None:
-        """Raise where this norm cannot join what ranks observe."""
+        """Raise if this norm cannot join the observations of ranks."""
 
     def set_inference(self, mode: Inference) -> None:
-        """Choose what `eval()` normalizes with: "population", "batch" or "example"."""
+        """Choose the statistics that `eval()` normalizes with: "population", "batch" or "example"."""
         self.check_inference(mode)
         self.inference = mode
 
     def check_inference(self, mode: str) -> None:
         if mode not in self.inference_modes:
             choices = ", ".join(repr(choice) for choice in self.inference_modes)
-            family = type(self).__name__.removesuffix("d").rstrip("123")  # convert asks one for all of its ranks
+            family = type(self).__name__.removesuffix("d").rstrip("123")  # `convert` checks one class for 1d, 2d and 3d
             raise ValueError(f"inference of {family} must be one of {choices}, got {mode!r}")
         if mode == "example":
             if self.statistics_batch_size is None:
@@ -133,7 +133,7 @@ class GroupedNorm(TrackedNorm):
     def _forward(
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Moments]:
-        """Output and posterior. The op adds a residual of the shape and dtype of x and applies the ReLU itself."""
+        """Output and posterior. If the residual has the shape and dtype of x, the op adds it and applies the ReLU."""
         joins = self._ranks.choice is not None
         if isinstance(x, Tensor) and x.dim() in self.input_dims and (x.numel() if joins else x.shape[0]) == 0:
             company = self._company()
@@ -158,17 +158,20 @@ class GroupedNorm(TrackedNorm):
             if alike and not plainly():
                 return infer(x, previous, residual, relu)
             y, posterior = infer(x, previous)
-        # y is new and nobody else's, so it may be written over; transforms and compilers want to see values only.
+        # y is a new tensor, so it may be overwritten. Transforms and compilers need out-of-place operations.
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else exportable.finish)(y, residual, relu), posterior
 
     def _company(self) -> Company | None:
-        """The ranks that wait for what this one observes, if there are any."""
+        """The ranks that wait for this rank's observation. None if it runs alone."""
         group = self._ranks.group() if self.training and not self.frozen else None
         return None if group is None else Company(group, self._place)
 
     def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
-        """No examples, as in a head without proposals: no statistics move, and all parameters get a gradient of 0."""
+        """Forward without examples, as in a head without proposals.
+
+        Statistics are not updated, and all parameters get a gradient of 0.
+        """
         self._check_input_dim(x)
         y = F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         mean, var = self.running_mean, self.running_var
@@ -179,7 +182,7 @@ class GroupedNorm(TrackedNorm):
         return take_part(y, self._idle(None)), posterior.to(statistics_dtype(x))
 
     def _finish(self, y: Tensor, done: bool = False) -> Tensor:
-        """What the children of `then` make of y; nothing, where a residual or a ReLU in the pass took their place."""
+        """Apply the children of `then` to y. `done`: a residual or a ReLU in the pass replaced them."""
         for name in () if done else self.then:
             y = getattr(self, name)(y)
         return y
@@ -195,18 +198,18 @@ class GroupedNorm(TrackedNorm):
             )
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
-        """The prior, (rows, C) or (1, C), and the gain; none here."""
+        """The prior, (rows, C) or (1, C), and the gain. This class has none."""
         return None, None
 
     def _idle(self, prior: Moments | None) -> list[Tensor]:
-        """The parameters that this forward leaves out, for which DDP would wait: without a prior all but γ and β."""
+        """Parameters that this forward does not use. DDP would wait for them. Without a prior: all but γ and β."""
         if prior is not None or not torch.is_grad_enabled() or exporting():
             return []
         asked = {"weight", "bias", *self.then}
         return [p for name, p in self.named_parameters() if p.requires_grad and name.split(".")[0] not in asked]
 
     def _affine(self, observation: Moments) -> tuple[Tensor | None, Tensor | None]:
-        """γ and β, (C,) or (G, C), for groups that were observed so."""
+        """γ and β, (C,) or (G, C), for groups with this observation."""
         return self.weight, self.bias
 
     def _forward_train(
@@ -247,7 +250,7 @@ class GroupedNorm(TrackedNorm):
     def _normalize(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments, Moments]:
-        # What came with the prior is the same γ and β: gradients by both ways are then added up in one place.
+        # A prior may carry the same γ and β. Using them adds up both of their gradients in one place.
         weight, bias = getattr(prior, "affine", (None, None))
         return normalize(
             x, prior, gain, self.weight if weight is None else weight, self.bias if bias is None else bias,
@@ -261,11 +264,11 @@ class GroupedNorm(TrackedNorm):
         )
         assert mean is not None and var is not None
         if torch.is_grad_enabled() and not exporting():
-            # DDP may write its buffers anew before the backward that still needs these.
+            # DDP may overwrite its buffers before the backward, which still needs these values.
             mean, var = mean.clone(), var.clone()
         idle = self._idle(None)
         if bias is not None:
-            bias, idle = take_part(bias, idle), []  # a row, where y would be a whole pass
+            bias, idle = take_part(bias, idle), []  # adding to a row is cheaper than adding to y
         y = take_part(F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps), idle)
         return y, Moments(mean.unsqueeze(0), var.unsqueeze(0))
 
@@ -284,7 +287,7 @@ class GroupedNorm(TrackedNorm):
     def _normalize_plainly(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None
     ) -> tuple[Tensor, Moments, Moments]:
-        """As `_normalize`, in operations that every exporter knows."""
+        """`_normalize` in operations that every exporter knows."""
         size = self.statistics_batch_size
         return exportable.normalize(x, prior, gain, self.weight, self.bias, statistics_batch_size=size, eps=self.eps)
 
@@ -303,7 +306,7 @@ class GroupedNorm(TrackedNorm):
             posterior = exportable.posterior_of(prior, observation, gain)
             y = exportable.apply(x, posterior, self.weight, self.bias, 1, self.eps)
         else:
-            if torch.is_grad_enabled():  # DDP may write its buffers anew before the backward
+            if torch.is_grad_enabled():  # DDP may overwrite its buffers before the backward
                 average = Moments(average.mean.clone(), average.var.clone())
             expected, trust = expected_of_example(prior, gain, average, self.statistics_batch_size)
             y, posterior, _ = normalize(

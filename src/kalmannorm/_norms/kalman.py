@@ -1,5 +1,5 @@
 """Batch Kalman Normalization (Wang et al., "Batch Kalman Normalization: Towards Training Deep Neural Networks with
-Micro-Batches"): predict a layer's statistics from the layer before, update them with the mini-batch.
+Micro-Batches"): predict a layer's statistics from the layer before, then update them with the mini-batch.
 
     prior       mean_p = A mean_prev               var_p = (A∘A) var_prev + r
     posterior   mean = p mean_p + q x̄              var = p var_p + q S + p q (x̄ - mean_p)²
@@ -28,21 +28,22 @@ from kalmannorm.moments import Moments
 Transition = Literal["learned", "identity", "weights"]
 Covariance = Literal["diagonal", "full"]
 
-# Posteriors of layers under torch.export, which may not be stored on the layers themselves.
+# Posteriors of layers under torch.export. They may not be stored on the layers themselves.
 _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
 
 
 class BatchKalmanNorm(GroupedNorm):
-    """Batch norm whose statistics are a prior from the layer before, fused with what the batch shows.
+    """Batch norm with a prior from the layer before. The posterior combines prior and observation, and normalizes x.
 
     Use `BatchKalmanNorm1d`, `2d` or `3d`. Without `prior_features`, or without `previous` in a call, it is batch norm
-    on groups of `statistics_batch_size` examples. Layers are chained by handing the posterior on:
+    on groups of `statistics_batch_size` examples. To chain layers, pass the posterior of one to the next:
 
         y = self.norm1(self.conv1(x))
         z = self.norm2(self.conv2(y.relu()), self.norm1.posterior)
 
-    Where features are concatenated or added, so are posteriors: `kalmannorm.moments.concatenate([a, b])`, `add(a, b)`.
-    For `transition="weights"` the prior is carried through the layers between instead:
+    If features are concatenated or added, concatenate or add the posteriors too, with
+    `kalmannorm.moments.concatenate([a, b])` or `add(a, b)`. With `transition="weights"`, propagate the prior through
+    the layers between two norms instead:
 
         belief = moments.relu(moments.belief(self.norm1.weight, self.norm1.bias))
         prior = moments.convolution(belief, self.conv2.weight, padding=1, input_size=y.shape[2:])
@@ -50,26 +51,27 @@ class BatchKalmanNorm(GroupedNorm):
 
     Args:
         num_features: channels C of x.
-        prior_features: channels P of the layer before; None for a layer that has none, which then learns no A, q, r.
-        statistics_batch_size: m, how many neighbouring examples share their statistics; None takes the whole batch.
-        transition: "learned" maps `previous` by A and r; "identity" and "weights" take it as the prior itself
-            (so P = C), "weights" being a belief propagated through the layers between with `kalmannorm.moments`.
-        gain: q at the start, in (0, 1): the trust in the observation. Learned, and kept inside by a sigmoid.
+        prior_features: channels P of the layer before. None: there is no layer before, and A, q and r do not exist.
+        statistics_batch_size: m, the number of neighbouring examples in a group. None: the whole batch is one group.
+        transition: "learned" computes the prior from `previous` with A and r. "identity" and "weights" use `previous`
+            as the prior itself, so P = C. For "weights" it is a belief, propagated with `kalmannorm.moments`.
+        gain: initial q in (0, 1), the weight of the observation. q is learned. A sigmoid keeps it inside (0, 1).
         per_channel_gain: one q per channel instead of one per layer.
-        rank: low rank of A; None is dense.
-        noise: the Parameter r that layers share, or the `transition` of the layer that owns it, which then alone has it
-            in its state dict; None makes one of this layer's own, starting at 1.
-        covariance: "full" carries (G, C, C) covariances; normalization still uses their diagonal.
-        inference: what `eval()` normalizes with, see `set_inference`.
-        total_variance: count the variance of the group means in the running variance, which a fixed normalizer meets;
-            False is the plain moving average of the paper's Algorithm 1.
-        momentum: α of the running statistics; None weights all values seen alike.
-        observation_momentum: α of the observed statistics that `example` inference needs; larger at first.
-        process_group: whose observations are joined in training, group g of all ranks being one group; None: this
-            process's own. "world" or a ProcessGroup, which a deep copy shares and a pickle turns into "world". Where
-            torch.distributed is not initialised, and in `eval()` or frozen, the layer runs by itself.
+        rank: rank of a low-rank A. None: A is dense.
+        noise: the Parameter r that layers share, or the `transition` of the layer that owns it. In the second case
+            only the owner has r in its state dict. None: this layer gets its own r, initially 1.
+        covariance: "full" keeps (G, C, C) covariances. Normalization still uses their diagonal.
+        inference: the statistics that `eval()` normalizes with. See `set_inference`.
+        total_variance: add the variance of the group means to the running variance, because a fixed normalizer also
+            meets this variance. False: the plain moving average of the paper's Algorithm 1.
+        momentum: α of the running statistics. None: all values have the same weight.
+        observation_momentum: α of the observed statistics, which `example` inference needs. It is larger at first.
+        process_group: the ranks whose observations are joined in training. Groups with the same number on all ranks
+            form one group. None: this process alone. "world": all processes. Or a ProcessGroup: a deep copy shares
+            it, and a pickle contains "world" instead. The layer runs alone if torch.distributed is not initialised,
+            in `eval()`, and while it is frozen.
         eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
-            are float32 (float64 for float64) whatever `dtype` and `.half()` say.
+            stay float32 (float64 for float64), even with another `dtype` or after `.half()`.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class BatchKalmanNorm(GroupedNorm):
         self.prior_features = prior_features
         self.initial_gain = open_unit_interval("gain", gain)
         self._missed_previous = False
-        self.wire: Any = None  # set by `convert`: where this norm gets `previous` and leaves its posterior
+        self.wire: Any = None  # set by `convert`: gives `previous` and takes the posterior
         self._posterior: Moments | None = None
         self.transition_kind: Transition = transition
         self.transition: LearnedTransition | None = None
@@ -137,9 +139,10 @@ class BatchKalmanNorm(GroupedNorm):
         noise: nn.Parameter | LearnedTransition | None = None,
         like: Tensor | None = None,
     ) -> None:
-        """Give a norm without a prior its gain and its transition, for `previous` of so many features.
+        """Add gain and transition to a norm without a prior, for a `previous` with `prior_features` channels.
 
-        They go to the device of `like`, and are float64 if it is: by default of γ or of the running statistics.
+        They are created on the device of `like`, in float64 if `like` is float64. The default of `like` is γ or the
+        running mean.
         """
         self._check_options(prior_features, self.transition_kind, per_channel_gain, rank, noise)
         self.prior_features = prior_features
@@ -177,7 +180,7 @@ class BatchKalmanNorm(GroupedNorm):
         if rank is not None:
             positive_int("rank", rank)
         if per_channel_gain and self.covariance == "full":
-            raise ValueError("per_channel_gain must be False with covariance='full': the fused covariance needs one q")
+            raise ValueError("per_channel_gain must be False with covariance='full': a full covariance needs one q")
         if noise is not None:
             if isinstance(noise, LearnedTransition):
                 return
@@ -198,14 +201,14 @@ class BatchKalmanNorm(GroupedNorm):
         super().check_inference(mode)
         if mode == "example" and self.covariance == "full":
             raise ValueError(
-                "inference='example' keeps no covariance of single examples; use covariance='diagonal', or 'batch' or "
-                "'population' inference, got covariance='full'"
+                "inference='example' needs covariance='diagonal', got covariance='full'; use the diagonal, or 'batch' "
+                "or 'population' inference"
             )
 
     def reset_parameters(self) -> None:
-        """γ = 1, β = 0, A = 0, r = 1 (for every layer that shares it), q and the running statistics at their start."""
+        """Reset to γ = 1, β = 0, A = 0, r = 1 (for all layers that share r), initial q and statistics."""
         super().reset_parameters()
-        if "gain_logit" in self._parameters:  # torch's own __init__ calls this before there is a filter
+        if "gain_logit" in self._parameters:  # torch's own __init__ calls this before the filter exists
             self._reset_gain()
         transition = self._modules.get("transition")
         if isinstance(transition, LearnedTransition):
@@ -219,22 +222,22 @@ class BatchKalmanNorm(GroupedNorm):
 
     @property
     def gain(self) -> Tensor | None:
-        """q in (0, 1), () or (C,), with its gradient; None for a layer without a prior."""
+        """q in (0, 1), () or (C,), with its gradient. None for a layer without a prior."""
         if self.gain_logit is None:
             return None
         return gain_of(self.gain_logit)
 
     @property
     def posterior(self) -> Moments | None:
-        """The posterior of the last forward, with its gradient, until the next forward or `release()`.
+        """The posterior of the last forward, with its gradient. The next forward or `release()` removes it.
 
-        It is never copied, pickled or saved. It keeps the graph of that forward alive: `release()` it after the
-        backward where that matters, such as before capturing a CUDA graph, or use `return_posterior=True`.
+        It is never copied, pickled or saved. It keeps the graph of that forward alive. If this matters, for example
+        before capturing a CUDA graph, call `release()` after the backward, or use `return_posterior=True`.
         """
         return _TRACED.get(self) if exporting() else self._posterior
 
     def release(self) -> None:
-        """Let go of the posterior, and with it of the graph it carries."""
+        """Drop the posterior, and with it the graph of its forward."""
         self._posterior = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +245,7 @@ class BatchKalmanNorm(GroupedNorm):
 
     def _hold(self, posterior: Moments) -> None:
         if exporting():
-            # An exported program may not assign attributes, but a later layer may still ask for the posterior.
+            # An exported program may not assign attributes, but a later layer may still read the posterior.
             _TRACED[self] = posterior
         else:
             self._posterior = posterior
@@ -280,14 +283,14 @@ class BatchKalmanNorm(GroupedNorm):
     ) -> Tensor | tuple[Tensor, Moments]:
         """Normalize x (N, C, *).
 
-        `previous` is the posterior of the layer before, (G, P) or (1, P), in `example` inference (N, P) or (1, P);
-        with another number of rows it is pooled to one. None: the observation alone.
+        `previous` is the posterior of the layer before, (G, P) or (1, P). In `example` inference it is (N, P) or
+        (1, P). With another number of rows it is pooled to one row. None: use the observation alone.
 
-        `return_posterior=True` returns (y, posterior) and holds nothing: the form for activation checkpointing, and for
-        memory, because a held posterior keeps the graph of its forward alive.
+        `return_posterior=True` returns (y, posterior) and stores nothing on the layer. Use it with activation
+        checkpointing, and to save memory: a stored posterior keeps the graph of its forward alive.
 
-        `residual` is added to the result, and `relu` applies a ReLU, in the same pass; either takes the place of the
-        children of `then`.
+        `residual` is added to the result, and `relu` applies a ReLU, both in the same pass. If either is used, the
+        children of `then` are not applied.
         """
         if self._posterior is not None:
             self.release()
@@ -296,7 +299,7 @@ class BatchKalmanNorm(GroupedNorm):
             call = self.wire.begin()
             previous = self.wire.previous(call, x) if self._fuses() else None
         y, posterior = self._forward(x, previous, residual, relu)
-        if wired:  # the posterior goes to the norms that read it and is not held here
+        if wired:  # the relay keeps the posterior, not this layer
             self.wire.deliver(call, posterior)
         y = self._finish(y, residual is not None or relu)
         if return_posterior:
@@ -306,7 +309,7 @@ class BatchKalmanNorm(GroupedNorm):
         return y
 
     def _fuses(self) -> bool:
-        """Whether this forward has any use for a prior."""
+        """Whether this forward needs a prior."""
         if self.prior_features is None:
             return False
         return (self.training and not self.frozen) or self.inference != "population" or not self.track_running_stats
@@ -319,21 +322,21 @@ class BatchKalmanNorm(GroupedNorm):
         if previous.mean.shape[0] not in (1, rows):
             previous = previous.pooled()
         if self.transition is None:
-            gain = getattr(previous, "gain", None)  # computed with the prior, for many norms at once
+            gain = getattr(previous, "gain", None)  # computed together with the prior, for many norms
             return previous, self.gain if gain is None else gain
         full = self.covariance == "full"
         fused = None if full or self.gain_logit is None else self.transition.fused(previous, self.gain_logit)
         return fused or (self.transition(previous, full), self.gain)
 
     def _warn_without_previous(self) -> None:
-        """A forgotten `previous` would otherwise pass for a filter that never learns."""
+        """Warn once. Without the warning, a forgotten `previous` would look like a filter that never learns."""
         if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
             return
         self._missed_previous = True
         if self.wire is not None:
             warnings.warn(
                 f"kalmannorm: a {type(self).__name__}({self.num_features}) ran, but not the norms that feed it: it "
-                "normalizes with the batch alone. `kalmannorm.wiring(model)` lists what feeds what.",
+                "normalizes with the batch alone. `kalmannorm.wiring(model)` lists the sources of every norm.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm in place of a batch norm, with the children that the batch norm applied to its result."""
+"""GroupNorm and InstanceNorm as replacements of a batch norm, with the children that it applied to its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`; `then` names children applied to the result, in order."""
+    """`torch.nn.GroupNorm`. `then` lists the children that are applied to the result, in order."""
 
     then: tuple[str, ...] = ()
 
@@ -18,7 +18,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class InstanceNorm(nn.Module):
-    """Every channel of every example by itself, for inputs of any rank from (N, C, L) on; no running statistics."""
+    """Normalizes every channel of every example separately. Inputs have rank 3 or more. No running statistics."""
 
     then: tuple[str, ...] = ()
 

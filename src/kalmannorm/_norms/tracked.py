@@ -1,7 +1,8 @@
-"""Tracking: the buffers of a norm that follow what its forwards see, and what becomes of them.
+"""Tracking: the statistics buffers of a norm, and how training forwards update them.
 
-Running statistics that BatchNorm's checkpoints fit, observed statistics beside them, a guard against NaN batches, and
-float32 buffers under half-precision models. How a group is normalized is no concern of this file.
+Running statistics have the names of BatchNorm's, so its checkpoints can be loaded. Observed statistics are stored in
+addition. Batches with NaN statistics are skipped. Buffers stay float32 in half-precision models. How a group is
+normalized is not part of this file.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from kalmannorm._support.pickles import check_complete, check_known
 from kalmannorm.moments import Moments
 
 SKIPPED_WARNING = (
-    "kalmannorm: a batch with NaN or Inf statistics was met; the running statistics were left as they were. "
-    "kalmannorm.check_statistics(model) lists the layers and how often."
+    "kalmannorm: a batch had NaN or Inf statistics; the running statistics stay unchanged. "
+    "kalmannorm.check_statistics(model) lists the layers and their skipped batches."
 )
 
 
 class TrackedNorm(_NormBase):
-    """Base of `GroupedNorm`: its statistics, which move once for every training forward."""
+    """Base of `GroupedNorm`: its statistics. Each training forward updates them once."""
 
     _version = 100
-    """Of a norm in state dicts, by torch's mechanism, and in pickles: raise it when either changes, and upgrade older
-    ones where they are loaded. Torch's own batch norms, and ours before they had a version, have 2."""
+    """The version of a norm in state dicts (torch's mechanism) and in pickles. Increase it when either changes, and
+    upgrade older ones when they are loaded. Torch's batch norms and our oldest norms have version 2."""
     inference_modes: tuple[str, ...] = ()
     total_variance: bool
     observation_momentum: float
@@ -44,11 +45,11 @@ class TrackedNorm(_NormBase):
     observed_var: Tensor | None
     _warned: bool
     wire: Any = None
-    """Set by `convert`, where the norm shall get its prior: its end of the model's relay."""
+    """Set by `convert`: connects the norm to the model's relay, from which it gets its prior."""
     _pending: Pending | None = None
-    """Where forwards leave what they saw, while `accumulate_statistics` keeps the buffers still."""
+    """Collects the statistics of forwards inside `accumulate_statistics`. The buffers do not change there."""
     _arrived: Tensor | None = None
-    """What the programs of one launch count themselves by; zero between launches."""
+    """Counts the programs of one launch that have finished. It is zero between launches."""
 
     @staticmethod
     def filter_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -72,19 +73,19 @@ class TrackedNorm(_NormBase):
         super().reset_running_stats()
         self._warned = False
         for name, fill in (("observed_mean", 0), ("observed_var", 1), ("values_tracked", 0), ("skipped_batches", 0)):
-            buffer = self._buffers.get(name)  # absent while torch's own __init__ runs
+            buffer = self._buffers.get(name)  # does not exist yet while torch's own __init__ runs
             if buffer is not None:
                 buffer.fill_(fill)
 
     def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
-        """Move every buffer by what a forward saw in groups of `size` examples of x."""
+        """Update every buffer with the statistics of a forward on x, in groups of `size` examples."""
         examples, values = x.shape[0], x.numel() // x.shape[1]
         kernels = self._launch(posterior.mean)
         if kernels is None:
             with torch.no_grad():
                 self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
             return
-        # Without the graph, which what waits for the end of a forward would keep when that end never comes.
+        # Detached: a request may wait for the end of the forward, and would keep the graph alive until then.
         posterior = Moments(posterior.mean.detach(), posterior.var.detach())
         observation = Moments(observation.mean.detach(), observation.var.detach())
         request = self._tracking_request(posterior, observation, examples, size, values)
@@ -95,7 +96,7 @@ class TrackedNorm(_NormBase):
     def _tracking_request(
         self, posterior: Moments, observation: Moments, examples: int, size: int, values: int
     ) -> TrackingRequest:
-        own: dict[str, Any] = self._buffers  # each by `self.` would take as long as a view
+        own: dict[str, Any] = self._buffers  # faster than attributes: each `self.` access costs as much as a view
         observed = own["observed_mean"], own["observed_var"]
         if self._arrived is None or self._arrived.device != posterior.mean.device:
             self._arrived = torch.zeros((), device=posterior.mean.device, dtype=torch.int32)
@@ -116,20 +117,23 @@ class TrackedNorm(_NormBase):
         )
 
     def _launch(self, rows: Tensor) -> ModuleType | None:
-        """Kernels that move the buffers in one launch, where the device can, nobody accumulates and nobody looks on."""
+        """Kernels that update the buffers in one launch.
+
+        None if the device has none, or if the norm accumulates or is observed.
+        """
         fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
             rows.dtype,
             rows.device,
         )
-        own = self._pending is None and "_track" not in vars(self)  # `recalibrate` puts another in its place
+        own = self._pending is None and "_track" not in vars(self)  # `recalibrate` replaces `_track`
         return tracking_for(rows) if fits and own and not transformed() else None
 
     def _averages(self) -> Kind:
-        """What `_pool` and `_moved` do, in a word."""
+        """Which kind of average `_pool` and `_updated` compute."""
         return "total" if self.total_variance else "plain"
 
     def _track(self, posterior: Groups, observation: Groups, values: Tensor | int) -> None:
-        """Move every buffer by one step, or leave that to whoever accumulates; no value leaves the device."""
+        """Update every buffer, or add to the pending statistics while accumulating. No value leaves the device."""
         population = self._pool(posterior)
         seen = None if self.observed_mean is None else observation.pooled(total_variance=True)
         if self._pending is None:
@@ -138,7 +142,7 @@ class TrackedNorm(_NormBase):
             self._pending.add(population, seen, values, self._pool)
 
     def _update_statistics(self, population: Moments, observation: Moments | None, values: Tensor | int) -> None:
-        """Move every buffer by one step, or none where a statistic is not finite or `values` is 0."""
+        """Update every buffer. If a new statistic is not finite or `values` is 0, update none."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.values_tracked is not None and self.num_batches_tracked is not None
         assert self.skipped_batches is not None
@@ -151,10 +155,10 @@ class TrackedNorm(_NormBase):
             alpha = cumulative if self.momentum is None else hastened(cumulative, self.observation_momentum)
             new = updated(self.observed_mean, self.observed_var, observation, alpha, total_variance=True)
             requests.append((self.observed_mean, self.observed_var, new))
-        # Of where the averages would go, not of the batch: a finite but huge one overflows only there.
+        # Check the new averages, not the batch: a finite but huge batch overflows only in the averages.
         finite = torch.isfinite(torch.stack([part for _, _, new in requests for part in (new.mean, new.var)])).all()
         skip = ~finite
-        if isinstance(values, Tensor):  # of other ranks or of accumulated forwards, and there may have been none
+        if isinstance(values, Tensor):  # from other ranks or accumulated forwards; may be 0
             finite, skip = finite & (values > 0), skip & (values > 0)
         for mean, var, new in requests:
             mean.copy_(torch.where(finite, new.mean, mean))
@@ -173,11 +177,11 @@ class TrackedNorm(_NormBase):
         return updated(self.running_mean, self.running_var, population, alpha, total_variance=self.total_variance)
 
     def skipped(self) -> int:
-        """Batches whose statistics were NaN or Inf; warns, once per layer, if there were any. Waits for the device."""
+        """Number of batches with NaN or Inf statistics. Warns once per layer if there are any. Waits for the device."""
         count = self.skipped_batches
         if count is None or count.is_meta or type(count) is not Tensor or torch.compiler.is_compiling():
             return 0
-        if self.wire is not None:  # who asks in the middle of a forward means what was seen until then
+        if self.wire is not None:  # in the middle of a forward, postponed updates count too
             self.wire.track_postponed()
         skipped = int(count)
         if skipped:
@@ -196,7 +200,7 @@ class TrackedNorm(_NormBase):
         return self
 
     def _float32_tensors(self) -> list[Tensor | None]:
-        """What stays float32 in a half-precision model: the statistics."""
+        """The tensors that stay float32 in a half-precision model: the statistics."""
         return [self.running_mean, self.running_var, self.observed_mean, self.observed_var]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrackedNorm:
@@ -207,7 +211,7 @@ class TrackedNorm(_NormBase):
         def keep_float32(t: Tensor) -> Tensor:
             out = fn(t)
             if id(t) in identities and out.dtype in (torch.float16, torch.bfloat16):
-                return t.to(out.device)  # from t, not from out: rounding must not pass through half precision
+                return t.to(out.device)  # from t, not from out: out was rounded to half precision
             return out
 
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
@@ -255,7 +259,7 @@ class TrackedNorm(_NormBase):
 
 @functools.cache
 def _attributes(kind: Any) -> frozenset[str]:
-    """What every norm of a class of ours holds."""
+    """The attributes that every norm of this class has."""
     example = kind(1)
     names = {*vars(example), *example._parameters, *example._buffers, *example._modules}
     return frozenset(names - vars(nn.Module()).keys())

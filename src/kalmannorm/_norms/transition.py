@@ -1,8 +1,8 @@
 """Transitions: how the posterior of the layer before becomes this layer's prior.
 
-`learned` is the paper: mean_p = A mean, var_p = (A∘A) var + r, with A learned and r one noise for the whole model.
-`identity` and `weights` take what they are given as the prior itself; for `weights` that is a belief carried through
-the very weights that lie between the two norms (see `kalmannorm.moments`), and nothing is learned here.
+`learned` is the paper's: mean_p = A mean, var_p = (A∘A) var + r. A is learned, and the whole model shares one noise r.
+`identity` and `weights` use `previous` as the prior itself. For `weights`, `previous` is a belief that was propagated
+through the layers between the two norms (see `kalmannorm.moments`). These two learn nothing here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TRANSITIONS = ("learned", "identity", "weights")
 
 
 class LearnedTransition(nn.Module):
-    """A (C, P), dense or of low rank, starting at zero, and the noise r, starting at 1.
+    """A (C, P), dense or of low rank, initially zero, and the noise r, initially 1.
 
-    At the start the prior is therefore N(0, r) whatever the layer before says, about what a He-initialised layer makes
-    of normalized features; the means then teach A where to go.
+    So the initial prior is N(0, r) for every posterior of the layer before. This is about the output of a
+    He-initialised layer on normalized features. A then learns from the means.
 
-    `noise` holds r. It enters as |noise|, so that no optimizer step can make the variance negative. Given another
-    transition as `noise`, this one reads that one's and registers none: r is then in a state dict once.
+    The parameter `noise` holds r. |noise| is used, so no optimizer step can make the variance negative. If the argument
+    `noise` is another transition, this one reads its parameter and registers none. Then r is in a state dict once.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LearnedTransition(nn.Module):
             self.left = nn.Parameter(torch.empty(num_features, rank, **options))  # type: ignore[arg-type]
             self.right = nn.Parameter(torch.empty(rank, prior_features, **options))  # type: ignore[arg-type]
         self._reset_matrix()
-        self._lender = [noise] if isinstance(noise, LearnedTransition) else []  # a list, so as not to be a child of us
+        self._lender = [noise] if isinstance(noise, LearnedTransition) else []  # in a list, so it is no child
         if noise is None:
             self.noise = nn.Parameter(torch.ones((), **options))  # type: ignore[arg-type]
         elif isinstance(noise, nn.Parameter):
@@ -66,25 +66,25 @@ class LearnedTransition(nn.Module):
         if self.rank is None:
             nn.init.zeros_(self.matrix)
         else:
-            # One factor must be non-zero, or neither would ever receive a gradient.
+            # One factor must be non-zero. Otherwise neither would ever receive a gradient.
             nn.init.zeros_(self.left)
             nn.init.xavier_uniform_(self.right)
 
     def reset_parameters(self) -> None:
-        """A = 0 and r = 1; a noise that other layers share is reset for them too."""
+        """A = 0 and r = 1. If other layers share the noise, it is reset for them too."""
         self._reset_matrix()
         nn.init.ones_(self.shared_noise())
 
     def shared_noise(self) -> nn.Parameter:
-        """r, wherever it is registered."""
+        """The parameter r of this transition, or of the one that lends it."""
         return self._lender[0].shared_noise() if self._lender else self.noise
 
     def dense(self) -> Tensor:
-        """A itself, (C, P)."""
+        """A as a matrix, (C, P)."""
         return self.matrix if self.rank is None else self.left @ self.right
 
     def fused(self, previous: Moments, logit: Tensor) -> tuple[Moments, Tensor] | None:
-        """Prior and gain in one launch, on devices that can; None where they are computed one by one."""
+        """Prior and gain in one launch. None if the device or the tensors do not allow it."""
         if self.rank is not None or transformed():
             return None
         tensors = previous.mean, previous.var, self.matrix, self.shared_noise(), logit
@@ -110,7 +110,7 @@ def _one_by_one(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit:
 
 
 class _Predicted(torch.autograd.Function):
-    """`_one_by_one` by the kernels of `run`. The gain is a row: its gradient then needs no launch to be summed."""
+    """`_one_by_one` with the kernels of `run`. The gain is a row (C,), so no launch is needed to sum its gradient."""
 
     @staticmethod
     def forward(ctx: Any, run: ModuleType, *tensors: Tensor) -> tuple[Tensor, ...]:

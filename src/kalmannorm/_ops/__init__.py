@@ -1,1 +1,1 @@
-"""The operations, one folder each: the naive truth, the version in PyTorch operations, and the Triton kernels."""
+"""The operations, one folder each: the reference, the version in PyTorch operations, and the Triton kernels."""

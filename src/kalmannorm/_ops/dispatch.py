@@ -1,4 +1,4 @@
-"""Which kernels run: Triton's on CUDA devices that can, PyTorch's own operations everywhere else."""
+"""Choose the kernels: Triton kernels on CUDA devices that support them, PyTorch operations everywhere else."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from kalmannorm._ops.normalize import aten
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 2**20
-"""Of a tile's 2048 positions, at most, the last begins 2^31 values behind the first."""
+"""A tile has at most 2048 positions. With 2^20 channels its last one is 2^31 values behind the first."""
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, neither of which sees through a custom op."""
+    """Whether torch.func or forward-mode differentiation is active. Neither works with a custom op."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
-    """A module with `forward` and `backward` as `aten` has them."""
+    """A module with the functions `forward` and `backward` of `aten`."""
     if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0:
         return aten
-    # Inside a group and inside a tile the kernels count in 32 bits; where those begin, in 64.
+    # Offsets inside a group and inside a tile have 32 bits. Offsets of groups and tiles have 64.
     examples = min(group_size(x.shape[0], statistics_batch_size), x.shape[0])
     group = examples * (x.numel() // (x.shape[0] * x.shape[1]))
-    fits = group < 2**31 - 2**13 and x.shape[1] < MOST_CHANNELS  # a tile may reach beyond the end
+    fits = group < 2**31 - 2**13 and x.shape[1] < MOST_CHANNELS  # a tile may extend beyond the end
     return (triton_for(x.device.index) if fits else None) or aten
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:
-    """A module with `track` and `track_together`, where it can read such rows: no op, so no tracer may watch."""
+    """A module with `track` and `track_many`, or None if it cannot read these rows or a tracer is active.
+
+    Its functions are not registered ops, so tracers would not see them.
+    """
     return _tracking() if _read_by_kernels(rows) else None
 
 
@@ -50,9 +53,9 @@ def _tracking() -> ModuleType:
 
 
 def predicting_for(*tensors: Tensor) -> ModuleType | None:
-    """`triton_predict`, where it can read all of these; it is no op either."""
+    """`triton_predict`, or None if it cannot read all these tensors. It is not a registered op."""
     mean, _, matrix, noise, _ = tensors
-    # They know one noise for all channels, and count shares of gradients in 32 bits.
+    # The kernels support only one noise for all channels. Their offsets of partial gradients have 32 bits.
     if not _read_by_kernels(*tensors) or noise.numel() > 1 or 2 * mean.numel() * matrix.shape[0] >= 2**31:
         return None
     from kalmannorm._ops.predict import triton_predict
@@ -61,7 +64,7 @@ def predicting_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def expecting_for(*tensors: Tensor) -> ModuleType | None:
-    """`triton_expect`, where it can read all of these and nothing is to be differentiated; no op either."""
+    """`triton_expect`, or None if it cannot read these tensors or a gradient is needed. It is not a registered op."""
     if not _read_by_kernels(*tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return None
     from kalmannorm._ops.expect import triton_expect
@@ -70,7 +73,7 @@ def expecting_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def _read_by_kernels(*tensors: Tensor) -> bool:
-    """Whether Triton's kernels can read all of these, float32 on one device, and no tracer watches."""
+    """Whether Triton kernels can read all these tensors: float32, on one CUDA device, and no tracer is active."""
     device = tensors[0].device
     if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -81,7 +84,7 @@ def _read_by_kernels(*tensors: Tensor) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of x."""
+    """A context with the device of x as current device, because Triton launches on the current device."""
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return nullcontext()
     guard: AbstractContextManager[object] = torch.cuda.device(x.device)
@@ -90,7 +93,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 @functools.cache
 def triton_for(device: int) -> ModuleType | None:
-    """The module of Triton kernels, if there is one and it builds for this device."""
+    """The module of Triton kernels. None if Triton is missing or cannot build kernels for this device."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
         return None
     try:
@@ -100,11 +103,11 @@ def triton_for(device: int) -> ModuleType | None:
     try:
         with torch.cuda.device(device):
             triton_run.try_out(torch.device("cuda", device))
-    except Exception as error:  # a missing C compiler, a driver that is too old: whatever it is, the op still runs
+    except Exception as error:  # a missing C compiler, an old driver: the op must still run
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(
-            f"kalmannorm: Triton is installed but builds no kernels here ({reason}); running on PyTorch's own "
-            "operations, which are slower.",
+            f"kalmannorm: Triton is installed but cannot build kernels ({reason}); PyTorch operations run instead, "
+            "which are slower.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Counting programs: how many blocks cover a size, and how many processors a GPU has."""
+"""Numbers of programs: how many blocks cover a size, and how many processors a GPU has."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def blocks_of(size: int, BLOCK: int) -> int:
-    """How many blocks cover so much. `triton.cdiv` does it too, but takes as long as two views."""
+    """How many blocks cover `size`. `triton.cdiv` computes the same, but is as slow as two views."""
     return -(-size // BLOCK)
 
 
 def power(n: int) -> int:
-    """The least power of two that is no smaller."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -1,18 +1,17 @@
-"""How kernels are launched: close behind each other, and without asking Triton the same questions every time.
+"""Launch Triton kernels with less launch overhead.
 
-Close behind each other: on Hopper and later each kernel may start while the previous one runs (programmatic dependent
-launch). Its first instruction, `await_previous`, waits for the results of the previous one. Kernels of other libraries
-keep their order: a kernel that does not wait starts when all before it are done.
+Dependent launches: on Hopper and later each kernel may start while the previous one runs (programmatic dependent
+launch). Its first instruction, `await_previous`, waits for the results of the previous one. The order with kernels of
+other libraries stays right: a kernel that does not wait starts when all earlier kernels are done.
 
-Launches made ready: what Triton asks about the arguments of every launch is asked once.
+Prepared launches: Triton's checks of arguments are made once, not at every launch. Triton specializes a kernel for the
+type of each argument, for multiples of 16, and for the value 1. It checks this at every launch, and on small tensors
+the checks take longer than the kernel. Here the numbers are fixed when a launch is prepared. The dtype and the
+alignment of each tensor select a kernel that Triton has built. Other settings, such as Triton's debugging options, keep
+the values of the first launch. Launch hooks are still called.
 
-At each launch Triton looks at all arguments for what a kernel is built for: the type of each, whether it is a multiple
-of 16, whether it is 1. On small tensors that takes longer than the kernel. Here the numbers are settled when a launch
-is made ready, and of each tensor its dtype and its alignment lead to the kernel that Triton built for such ones. What
-else Triton looks at, as its debugging options, is what it was at the first launch; launch hooks are called as ever.
-
-That kernel is then launched as Triton's tutorials launch compiled kernels. Where nobody has tried that (in the
-interpreter, on AMD's GPUs, in other versions of Triton), every launch takes Triton's own way.
+The compiled kernel is launched as in Triton's tutorials. This was not tested in the interpreter, on AMD GPUs and with
+other versions of Triton. There every launch uses Triton's normal path.
 """
 
 from __future__ import annotations
@@ -30,13 +29,16 @@ from kalmannorm._ops.triton_shared import DEPENDENT_LAUNCH
 
 ALIGNED = 16
 KEPT = 4096
-"""Launches that stay ready, of each kind; the last ones used."""
+"""Number of prepared launches that each cache keeps. The least recently used are dropped."""
 MOST = 64
-"""Kernels that one launch keeps. Numbers that change with every batch would have it keep ever more."""
+"""Kernels that one launch keeps. Without a limit, numbers that change with every batch would add ever more."""
 
 
 def tried(version: str) -> bool:
-    """Whether compiled kernels take all parameters of their functions, constants too, and addresses for tensors."""
+    """Whether direct launches were tested with this version of Triton.
+
+    Compiled kernels must take all parameters of their functions, including constants, and addresses for tensors.
+    """
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and (3, 4) <= (int(found[1]), int(found[2])) < (3, 8) and torch.version.hip is None
 
@@ -45,9 +47,10 @@ TRIED = tried(triton.__version__)
 
 
 class Ready:
-    """A launch on one device: of a kernel whose last parameters are `numbers`, and then constants among the `options`.
+    """A prepared launch of a kernel on one device.
 
-    What it is called with comes before those, tensors and numbers.
+    The first parameters of the kernel are the arguments of the call, tensors and numbers. Then `numbers` follow, and
+    then the constants among the `options`.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], options: dict[str, Any]) -> None:
@@ -61,7 +64,7 @@ class Ready:
         for each in given:
             if isinstance(each, Tensor):
                 address = each.data_ptr()
-                # On another device Triton knows what to say; an address would be read from.
+                # The device is part of the key: for a wrong device Triton must raise, not read from the address.
                 kinds.append((each.dtype, address % ALIGNED == 0, each.get_device()))
                 passed.append(address)
             else:
@@ -80,7 +83,7 @@ class Ready:
 
 @functools.lru_cache(maxsize=KEPT)
 def ready(kernel: Any, grid: tuple[int, ...], device: torch.device, **options: Any) -> Ready:
-    """The same one for the same kernel, grid, device and options, so long as it is used now and then."""
+    """The prepared launch for this kernel, grid, device and options, from a cache."""
     return Ready(kernel, grid, (), options | launch_options(device))
 
 

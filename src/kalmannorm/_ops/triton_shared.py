@@ -1,4 +1,4 @@
-"""Functions that kernels share: the wait for the kernel before, reproducible sums, the filter on rows of moments."""
+"""Functions that kernels share: the wait for the previous kernel, reproducible sums, the filter on rows of moments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ except ImportError:  # Triton before 3.4
     gdc_launch_dependents = gdc_wait = None
 
 DEPENDENT_LAUNCH = gdc_wait is not None
-"""Whether this Triton can launch a kernel while the one before it runs."""
+"""Whether this version of Triton can launch a kernel while the previous one runs."""
 
 
 @triton.jit
 def await_previous(PDL: tl.constexpr):
-    """The first statement of a kernel."""
+    """Wait for the previous kernel. This is the first statement of every kernel."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -24,33 +24,33 @@ def await_previous(PDL: tl.constexpr):
 
 @triton.jit
 def sum_of_products(a, b, axis: tl.constexpr):
-    """Σ a b, each product rounded before it is added.
+    """Σ a b. Each product is rounded before it is added.
 
-    Threads sum up two by two, each its own value and that of another. Were product and sum fused, each would add its
-    own product unrounded and the other's rounded: the two would differ in the last bit, and which of them writes the
-    result that both hold would be left to chance.
+    Threads reduce in pairs: each adds the other's value to its own. With an FMA instruction, each would add its own
+    product unrounded and the other's product rounded. The two sums could differ in the last bit, and either thread may
+    write the result.
     """
     return tl.sum(tl.fma(a, b, 0.0), axis)
 
 
 @triton.jit
 def update(mean, var, prior_mean, prior_var, q):
-    """The filter: prior and observation fused."""
+    """The filter: combine prior and observation."""
     return mix(mean, var, prior_mean, prior_var, q, 1.0 - q)
 
 
 @triton.jit
 def mix(mean, var, prior_mean, prior_var, q, p):
-    """As `_filter.mix`."""
+    """`_filter.mix` on rows."""
     d = mean - prior_mean
     return p * prior_mean + q * mean, p * prior_var + q * var + p * q * d * d
 
 
 @triton.jit
 def update_backward(grad_mean, grad_var, mean, var, prior_mean, prior_var, q):
-    """Gradients at the observation, at the prior and at the gain, from those at the posterior.
+    """Gradients with respect to observation, prior and gain, from those with respect to the posterior.
 
-    Each from its own formula and in the order of `_filter.update_backward`.
+    The formulas and the order of factors are those of `_filter.update_backward`.
     """
     p = 1.0 - q
     d = mean - prior_mean

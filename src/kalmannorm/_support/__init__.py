@@ -1,1 +1,1 @@
-"""What every room may use: argument checks, pickles, activation checkpoints, rewritten forwards."""
+"""Helpers for every room above: argument checks, pickles, activation checkpoints, rewritten forwards."""

@@ -1,7 +1,7 @@
-"""Which activation-checkpoint segments are running, each in its first forward or being recomputed.
+"""Find the activation-checkpoint segments that are running, in their first forward or in a recomputation.
 
-torch tells nobody; what it leaves to find are the saved-tensor hooks of a non-reentrant checkpoint and the functions of
-`torch.utils.checkpoint` on the stack. The hooks are looked at first: without them there is nothing to walk for.
+torch has no API for this. Two traces can be found: the saved-tensor hooks of a non-reentrant checkpoint, and functions
+of `torch.utils.checkpoint` on the stack. The hooks are checked first, because this usually saves the walk up the stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REENTRANT = {
 
 
 class Segment(NamedTuple):
-    """`key` is the same object in a segment's forward and in its recomputation, and lives as long as its graph."""
+    """`key` is the same object in a segment's forward and in its recomputation. It lives as long as the graph."""
 
     key: Any
     recomputed: bool
@@ -37,26 +37,26 @@ class Segment(NamedTuple):
 
 
 def recompute_id() -> int:
-    """Which backward this forward runs inside; -1 for none."""
+    """The number of the backward inside which this forward runs, or -1 if there is none."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 def segments() -> list[Segment]:
-    """The segments that are running, the innermost first; none outside any."""
+    """The segments that are running, innermost first. The list is empty outside all segments."""
     if torch.compiler.is_compiling():
         return []
     top = None if _top_hooks is None else _of_hooks(_top_hooks(True))
     if top is None and _top_hooks is not None and torch.is_grad_enabled() and recompute_id() == -1:
         return []
     found = [segment for segment in map(_of_function, _running()) if segment is not None]
-    # A checkpoint that is entered by other means than torch's function shows in its hooks alone.
+    # If a checkpoint was not entered through torch's function, only its hooks show it.
     known = {id(segment.key) for segment in found}
     return found if top is None or id(top.key) in known else [top, *found]
 
 
 @dataclass
 class _Seen:
-    """What one owner's forwards in a segment read, in their order; and how many the recomputation has had so far."""
+    """The values that one owner's forwards read in a segment, in order. `again` counts reads in the recomputation."""
 
     readings: list[tuple[Tensor, ...]] = field(default_factory=list)
     recomputation: int = -1
@@ -64,9 +64,9 @@ class _Seen:
 
 
 def first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What `read` gives; in a recomputation, what it gave in the forward that is recomputed.
+    """Return `read()`. In a recomputation, return the result of `read()` in the first forward instead.
 
-    For what a forward of `owner` both reads and changes: its recomputation would otherwise find it changed.
+    Use it for tensors that a forward of `owner` both reads and changes. The recomputation must see the old values.
     """
     return _first_seen(owner, read, segments())
 
@@ -79,7 +79,7 @@ def _first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]], running: 
         key._kalmannorm_seen = {}
     seen: _Seen = key._kalmannorm_seen.setdefault(owner, _Seen())
     if not running[0].recomputed:
-        # Inside the recomputation of another segment, this one is entered anew, and reads what that one has.
+        # If an outer segment is being recomputed, this inner one is new, and takes the values stored by the outer one.
         seen.readings.append(tuple(tensor.clone() for tensor in _first_seen(owner, read, running[1:])))
         return seen.readings[-1]
     if seen.recomputation != recompute_id():
@@ -89,7 +89,8 @@ def _first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]], running: 
 
 
 def _of_hooks(hooks: Any) -> Segment | None:
-    """Saved-tensor hooks hold a checkpoint's frame: as it is in the first forward, weakly in the recomputation."""
+    """The segment of saved-tensor hooks. They hold its frame directly in the first forward, and by a weak reference
+    in the recomputation."""
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     for cell in getattr(pack, "__closure__", None) or ():
         held = cell.cell_contents

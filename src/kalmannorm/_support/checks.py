@@ -1,4 +1,4 @@
-"""What a user may get wrong: each check names the argument, what was given and what would work."""
+"""Argument checks. Each error names the argument, the given value and a value that would work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kalmannorm.moments import Moments
 
 
 def positive_int(name: str, value: object) -> int:
-    """`value` as an int, from anything that is one (numpy's integers too, but no bool)."""
+    """`value` as an int. Accepts all integer types, such as numpy's, but not bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
     number = operator.index(value)
@@ -23,8 +23,8 @@ def positive_int(name: str, value: object) -> int:
 
 
 def real(name: str, value: object) -> float:
-    """`value` as a float, from any real number (numpy's too, but no bool)."""
-    if type(value) is float:  # what torch.compile sees
+    """`value` as a float. Accepts all real numbers, such as numpy's, but not bool."""
+    if type(value) is float:  # torch.compile can trace this branch
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -41,7 +41,7 @@ def open_unit_interval(name: str, value: object) -> float:
     number = real(name, value)
     if not 0 < number < 1:
         raise ValueError(
-            f"{name} must lie inside (0, 1), got {number}; without a prior the observation is trusted alone"
+            f"{name} must lie inside (0, 1), got {number}; to use the observation alone, leave out the prior"
         )
     return number
 
@@ -53,22 +53,22 @@ def check_moments(name: str, value: object) -> None:
 
 
 def check_previous(previous: Moments, prior_features: int | None, *, carried: bool) -> None:
-    """`previous` as a layer with so many prior features takes it; `carried`: as the prior itself."""
+    """Raise unless `previous` fits a layer with `prior_features`. `carried`: the layer uses it as the prior itself."""
     check_moments("previous", previous)
     if prior_features is None:
         raise ValueError(
-            "previous was given to a layer without prior_features; build it with prior_features="
+            "previous was given to a layer without prior_features; build the layer with prior_features="
             f"{previous.mean.shape[-1]}, or call it without previous"
         )
     for part in ("mean", "var"):
         shape = tuple(getattr(previous, part).shape)
         if len(shape) != 2 or shape[1] != prior_features:
-            remedy = "carry it through kalmannorm.moments" if carried else "build the layer with its width"
+            remedy = "propagate it with kalmannorm.moments" if carried else "use its width as prior_features"
             expected = f"(groups, prior_features) = (·, {prior_features})"
             raise ValueError(f"previous.{part} must be {expected}, got {shape}; {remedy}")
     if previous.mean.shape != previous.var.shape:
         shapes = tuple(previous.mean.shape), tuple(previous.var.shape)
-        raise ValueError(f"previous.mean and previous.var must have one shape, got {shapes[0]} and {shapes[1]}")
+        raise ValueError(f"previous.mean and previous.var must have the same shape, got {shapes[0]} and {shapes[1]}")
 
 
 def check_input(x: Tensor) -> None:
@@ -83,14 +83,14 @@ def check_input(x: Tensor) -> None:
 
 
 def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
-    """Without a prior a group of one value has no variance: its output would be β whatever x is."""
+    """Raise if a group has one value per channel. Without a prior its variance is 0, and its output is β for all x."""
     N = x.shape[0]
     size = group_size(N, statistics_batch_size)
     smallest = N % size or size if size < N else N
     if smallest * (x.numel() // (N * x.shape[1])) == 1:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} in statistics batches of {size} has a group with one value per channel, and "
-            "there is no prior to fill in its variance. Give it a prior (kalmannorm.convert to 'kalman', or by hand "
+            f"x of shape {tuple(x.shape)} in statistics batches of {size} has a group with one value per channel. "
+            "Without a prior such a group has no variance. Use a prior (kalmannorm.convert to 'kalman', or "
             "prior_features and `previous`), raise statistics_batch_size, or drop the last, smaller batch."
         )
 
@@ -121,7 +121,7 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
 
 def check_gain(gain: Tensor | float | None, x: Tensor) -> Tensor:
     if gain is None:
-        raise ValueError("gain must be given where there is a prior: a number in (0, 1) or a tensor, got None")
+        raise ValueError("gain must be given if there is a prior: a number in (0, 1) or a tensor, got None")
     if not isinstance(gain, Tensor):
         number = open_unit_interval("gain", gain)
         return torch.full((), number, dtype=statistics_dtype(x), device=x.device)

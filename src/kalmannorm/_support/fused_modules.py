@@ -1,7 +1,7 @@
-"""Modules that run norms, sums and ReLUs in one pass: each is of a subclass that `fuse` made of its own class.
+"""Fused modules: they run norms, sums and ReLUs in one pass. `fuse` gives each a subclass of its own class.
 
-The module stays what it is, with its parameters, children, hooks and names; only its forward is another, and it goes
-back to its own whenever it is called or changed in a way that `fuse` did not see.
+The module keeps its parameters, children, hooks and names. Only its forward is replaced. The original forward runs if
+the module is called in a way that `fuse` did not see. It is restored if the module is changed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 REPORT = "fusion"
-"""The attribute of a fused model that tells what was fused."""
+"""The attribute of a fused model with the report of `fuse`."""
 
 Given = Literal["tensor", "sequence", "default"]
-# Attributes that no forward depends on, or that a program asks when it runs.
+# Attributes on which no forward depends, or which a fused forward reads when it runs.
 _FREE = {*vars(nn.Module()), REPORT, "__dict__", "__class__"}
 
 
 @dataclass(frozen=True)
 class Code:
-    """`def forward(self, …)` as text, with the objects that its names stand for."""
+    """The source of `def forward(self, …)`, and the objects of the names in it."""
 
     source: str
     names: dict[str, Any]
@@ -43,7 +43,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a forward and what it was in the example: a tensor, a list of them, or not given."""
+    """An argument of a forward. `given`: whether it was a tensor, a list of tensors or left out in the example."""
 
     name: str
     given: Given
@@ -54,7 +54,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class FusedForward:
-    """A forward in both modes, for calls like that of the example."""
+    """A forward in training and evaluation mode, for calls like that of the example."""
 
     arguments: tuple[Argument, ...]
     training: Code
@@ -76,7 +76,7 @@ class FusedForward:
         return _fused_forward, (self.arguments, *((code.source, _by_name(code.names)) for code in self._codes()))
 
     def forward(self, own: Any) -> types.FunctionType:
-        """The forward of a fused module; `own` is the one that it takes in all other cases."""
+        """The forward of a fused module. It calls `own`, the original forward, if the arguments differ in kind."""
         conditions = {
             "tensor": "isinstance({0}, _Tensor)",
             "sequence": "isinstance({0}, (list, tuple))",
@@ -105,7 +105,7 @@ class FusedForward:
 
 
 def _by_name(names: dict[str, Any]) -> dict[str, Any]:
-    """Modules, which cannot be pickled, as text."""
+    """`names` with modules replaced by their names, because modules cannot be pickled."""
     return {n: _Module(o.__name__) if isinstance(o, types.ModuleType) else o for n, o in names.items()}
 
 
@@ -123,7 +123,7 @@ def _fused_forward(arguments: tuple[Argument, ...], *codes: tuple[str, dict[str,
 
 
 class Fused:
-    """Mixed into the class of a fused module."""
+    """Mixin for the class of a fused module."""
 
     _fused_from: type[nn.Module]
     _fused_forward: FusedForward
@@ -162,11 +162,11 @@ def _equal(before: Any, value: Any) -> bool:
 
 
 def _give_up(module: Any, name: str) -> None:
-    """Back to the module's own forward, which may read what has changed."""
+    """Restore the module's own forward, because it may read the changed attribute."""
     if is_fused(module):
         warnings.warn(
-            f"kalmannorm: {name!r} of a fused {module._fused_from.__name__} was changed, so it runs unfused from here "
-            "on; call kalmannorm.fuse again",
+            f"kalmannorm: {name!r} of a fused {module._fused_from.__name__} was changed, so the module now runs "
+            "unfused; call kalmannorm.fuse again",
             UserWarning,
             stacklevel=3,
         )
@@ -175,7 +175,7 @@ def _give_up(module: Any, name: str) -> None:
 
 @functools.cache
 def _metaclass(kind: type) -> type:
-    """Whoever builds such a module anew, as a slice of a Sequential does, has other children than the program knows."""
+    """Calling a fused class builds an unfused module. A slice of a Sequential does this, with other children."""
 
     def call(cls: type[Fused], *args: Any, **kwargs: Any) -> nn.Module:
         return cls._fused_from(*args, **kwargs)
@@ -187,7 +187,7 @@ _CLASSES: WeakValueDictionary[tuple[Any, ...], type] = WeakValueDictionary()
 
 
 def _class(base: type[nn.Module], program: FusedForward) -> Any:
-    """Of modules of one class with one program there is one class: what is compiled for one serves all."""
+    """The fused class. Modules of one class with equal forwards share it, so that compiled code is shared too."""
     key = (base, program.key)
     made: Any = _CLASSES.get(key)
     if made is None:
@@ -212,7 +212,7 @@ def fuse_module(module: nn.Module, program: FusedForward) -> None:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Every module gets its own forward back."""
+    """Restore the own forward of every module."""
     for module in model.modules():
         if is_fused(module):
             module.__class__ = module._fused_from  # type: ignore[assignment]
@@ -221,7 +221,7 @@ def unfuse(model: nn.Module) -> None:
 
 @contextmanager
 def unfused(model: nn.Module) -> Iterator[None]:
-    """Every module has its own forward inside."""
+    """Inside this context every module runs its own forward."""
     classes = [(module, type(module)) for module in model.modules() if is_fused(module)]
     try:
         for module, kind in classes:

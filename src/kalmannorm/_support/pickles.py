@@ -1,7 +1,7 @@
-"""Pickled models of other versions: what one lacks is said when it is loaded, not by an AttributeError in a forward.
+"""Pickled models of other versions. Missing attributes raise when the model is loaded, not later in a forward.
 
-A pickle of a whole model holds the attributes of every object in it, whatever version wrote them. A state dict holds
-tensors by their names, and is what outlives versions.
+A pickle of a whole model contains the attributes of all its objects, as the version that wrote it had them. A state
+dict contains only tensors and their names, so later versions can read it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 REMEDY = (
-    "save model.state_dict() with the version that pickled it, and load that into a freshly converted model: "
+    "save model.state_dict() with the version that pickled it, and load it into a freshly converted model: "
     "kalmannorm.convert(model, example).load_state_dict(state)"
 )
 
 
 def check_complete(unpickled: object, names: Iterable[str]) -> None:
-    """Raise unless what was unpickled has these attributes."""
+    """Raise unless the unpickled object has these attributes."""
     _check_none_missing(unpickled, (name for name in names if not hasattr(unpickled, name)))
 
 
@@ -33,7 +33,7 @@ def _check_none_missing(unpickled: object, missing: Iterable[str]) -> None:
 
 
 def check_known(unpickled: object, version: int, known: int) -> None:
-    """Raise for a pickle of a version after this one."""
+    """Raise for a pickle of a newer version."""
     if version > known:
         raise ValueError(
             f"this pickled {type(unpickled).__name__} has version {version}, and this kalmannorm knows versions up to "
@@ -42,21 +42,21 @@ def check_known(unpickled: object, version: int, known: int) -> None:
 
 
 class Complete:
-    """A dataclass that is pickled with a model: it is unpickled with all of its fields, or not at all."""
+    """Base of dataclasses that are pickled with a model. Unpickling raises if a field is missing."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # Its own fields: a default of the class would stand for one that is missing.
+        # Compare with `state`, not with attributes: a default of the class would hide a missing field.
         names = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         _check_none_missing(self, names - set(state))
 
 
 MOVED = frozenset({"baselines", "fused", "graph", "norm", "others", "transition"})
-"""Modules of version 0.1.0 whose classes are in pickled models. They have other names now."""
+"""Modules of version 0.1.0 with classes that occur in pickled models. They have other names now."""
 
 
 class _MovedModules(MetaPathFinder):
-    """Names the remedy where an old pickle asks for a module that has moved."""
+    """Raises an error with the remedy if an old pickle needs a module that has moved."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         package, _, module = name.partition(".")
@@ -68,4 +68,4 @@ class _MovedModules(MetaPathFinder):
             )
 
 
-sys.meta_path.append(_MovedModules())  # last, so it is asked only for modules that nobody else found
+sys.meta_path.append(_MovedModules())  # last, so it only gets modules that no other finder found

@@ -1,4 +1,4 @@
-"""Moments and their algebra: how a mean and a variance travel through the operations between two norms."""
+"""Moments and their algebra: how the operations between two norms change a mean and a variance."""
 
 from kalmannorm.moments.activations import (
     ACTIVATIONS,

@@ -1,21 +1,21 @@
 """Moments through an activation: x ~ N(mean, var) in, the mean and the variance of f(x) out.
 
-Piecewise quadratics (ReLU and its kin, the hard functions) are exact. Near the mean, f is one quadratic P; each knot k
-between there and the tail adds a jump D_k, seen only by the tail beyond k:
+Piecewise quadratics are exact: ReLU, its variants and the hard functions. Near the mean, f is one quadratic P. At each
+knot k the next piece differs from the previous one by a quadratic D_k. It only affects the tail beyond k:
 
     E f = E P + sum_k s E[D_k(x); x beyond k]         s = +1 for a knot above the mean, -1 for one at or below it
 
-With D_k written in powers of x - k this needs the truncated moments B_j = s E[(x - k)^j; x beyond k]:
+With D_k in powers of x - k, the truncated moments B_j = s E[(x - k)^j; x beyond k] are needed:
 
     B_0 = s Q(|k - mean| / sd)      B_1 = sd phi((k - mean) / sd) + (mean - k) B_0
     B_j = (j - 1) var B_{j-2} + (mean - k) B_{j-1}
 
-Only tails enter, never a difference of near-equal probabilities, and all is counted from f(mean). The arithmetic is in
-float64 whatever the dtype, for the recurrence loses digits in far tails (float32 would be 0.5 % off in Hardswish's
-variance at -4 sd), and a few numbers per channel cost nothing; only MPS, which has none, stays in float32.
+Only tails are used, never a difference of near-equal probabilities. All values are relative to f(mean). The arithmetic
+is float64 for every dtype, because the recurrence loses digits in far tails: in float32 Hardswish's variance would be
+0.5 % off at -4 sd. A few numbers per channel cost nothing. Only MPS stays in float32, because it has no float64.
 
-Smooth functions are integrated by the trapezoidal rule in z = (x - mean) / sd, which converges exponentially where f is
-analytic. The variance is then a weighted sum of squares, which neither cancels nor turns negative.
+Smooth functions are integrated by the trapezoidal rule in z = (x - mean) / sd. It converges exponentially if f is
+analytic. The variance is then a weighted sum of squares, so it neither cancels nor becomes negative.
 
 Worst error against dense integration for |mean| <= 4 sd and 0.1 <= sd <= 5, as a share of the output's deviation (mean)
 and variance. Float32 adds its own rounding, up to 6e-6 and 3e-6.
@@ -24,12 +24,12 @@ and variance. Float32 adds its own rounding, up to 6e-6 and 3e-6.
     piecewise quadratics                         1e-14   4e-11
     GELU, SiLU, sigmoid, Softplus, Mish          5e-11   6e-9
     tanh                                         2e-7    5e-6
-    ELU, CELU                                    3e-6    2e-5      a kink in the slope's slope
-    ELU of another alpha than 1, SELU            4e-5    4e-4      a kink in the slope
+    ELU, CELU                                    3e-6    2e-5      a jump in the second derivative
+    ELU with alpha other than 1, SELU            4e-5    4e-4      a jump in the first derivative
     Softplus(beta=5)                             2e-5    2e-4      5 times as sharp: as if sd were 25
 
-The result is exact for a Gaussian input alone, and looks at one channel at a time: a `cov` is dropped. Piecewise
-quadratics are spelt out here; what usually runs is their closed form with its gradients, in `closed.py`.
+The result is exact only for a Gaussian input. Channels are handled one by one, so a `cov` is dropped. Piecewise
+quadratics are here in plain operations. Usually their closed form with gradients runs instead, from `closed.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch import Tensor
 from kalmannorm.moments import closed
 from kalmannorm.moments.core import Moments
 
-# A number, or a tensor that broadcasts with (G, C) where the function itself is learned.
+# A number, or a tensor that broadcasts with (G, C) if the function is learned.
 Coefficient = float | Tensor
 Quadratic = tuple[Coefficient, Coefficient, Coefficient]
 """c0 + c1 x + c2 x²."""
@@ -83,7 +83,7 @@ def _multiply(a: Quadratic, b: Quadratic) -> list[Coefficient]:
 
 
 def _tail(mean: Tensor, var: Tensor, deviation: Tensor, knot: float, above: Tensor) -> list[Tensor]:
-    """B_0 ... B_4: moments about the knot of the tail beyond it, with the sign s. `above`: the mean is not below it."""
+    """B_0 ... B_4: moments about the knot of the tail beyond it, with sign s. `above`: whether mean >= knot."""
     side = 1 - 2 * above.to(mean.dtype)
     distance = side * (knot - mean) / deviation
     density = torch.exp(-0.5 * distance * distance) * (1 / math.sqrt(2 * math.pi))
@@ -101,12 +101,13 @@ def _weighted(coefficients: Sequence[Coefficient], tail: Sequence[Tensor]) -> Te
 
 
 def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -> Moments:
-    """Through a piecewise quadratic: `pieces[i]` = (c0, c1, c2) is c0 + c1 x + c2 x² up to `knots[i]`, the last onward.
+    """Through a piecewise quadratic. `pieces[i]` = (c0, c1, c2) is c0 + c1 x + c2 x² up to `knots[i]`.
 
-    There is one more piece than knots; knots are finite and increasing. Pieces need not meet.
+    The last piece holds beyond the last knot, so there is one more piece than knots. Knots are finite and increasing.
+    The function may jump at a knot.
     """
     if len(pieces) != len(knots) + 1:
-        raise ValueError(f"piecewise: {len(knots)} knots part {len(knots) + 1} pieces, but {len(pieces)} were given")
+        raise ValueError(f"piecewise: {len(knots)} knots need {len(knots) + 1} pieces, but {len(pieces)} were given")
     if any(not math.isfinite(knot) for knot in knots) or any(a >= b for a, b in itertools.pairwise(knots)):
         raise ValueError(f"piecewise: `knots` must be finite and increasing, got {tuple(knots)}")
     numbers = not any(isinstance(c, Tensor) for piece in pieces for c in piece)
@@ -116,7 +117,7 @@ def piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -
 
 
 def _piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) -> Moments:
-    """Spelt out."""
+    """`piecewise` in plain operations."""
     work = closed.working_dtype(m.mean)
     mean = m.mean.to(work)
     var, deviation = _deviation(m.var.to(work))
@@ -143,7 +144,7 @@ def _piecewise(m: Moments, knots: Sequence[float], pieces: Sequence[Quadratic]) 
 
 
 class _ClosedForm(torch.autograd.Function):
-    """ReLU, where `shape` is None, or another piecewise quadratic."""
+    """The piecewise quadratic `shape`, or ReLU if `shape` is None."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, var: Tensor, shape: closed.Piecewise | None) -> tuple[Tensor, Tensor]:
@@ -175,18 +176,18 @@ def _spelt_out(shape: closed.Piecewise | None, mean: Tensor, var: Tensor) -> tup
 
 
 def through(m: Moments, function: Callable[[Tensor], Tensor], density: int = DENSITY) -> Moments:
-    """Through any elementwise function, by quadrature; it is called once, on a (nodes, G, C) tensor.
+    """Through any elementwise function, by quadrature. The function is called once, on a (nodes, G, C) tensor.
 
-    The trapezoidal rule with `density` nodes per deviation, over 8 deviations either side. The default is for analytic
-    functions that take more than 1/8 deviation to change. Where a function has a kink the error is of second order in
-    1/density, where it jumps of first order: use `piecewise` for those.
+    This is the trapezoidal rule with `density` nodes per deviation, over 8 deviations on either side. The default fits
+    analytic functions that change over more than 1/8 deviation. If the function has a kink, the error is of second
+    order in 1/density. If it jumps, the error is of first order. Use `piecewise` for such functions.
     """
     if density < 1:
         raise ValueError(f"through: `density` must be at least 1 node per deviation, got {density}")
     _, deviation = _deviation(m.var)
     nodes, weights = closed.nodes_and_weights(density, m.mean)
     values = function(m.mean + deviation * nodes)
-    middle = values[closed.REACH * density]  # f(mean): offsets from it keep their digits where |mean| >> sd
+    middle = values[closed.REACH * density]  # f(mean): offsets from it keep their digits if |mean| >> sd
     offsets = values - middle
     shift = (weights * offsets).sum(0)
     return Moments(middle + shift, (weights * (offsets - shift).square()).sum(0))
@@ -209,7 +210,7 @@ SHAPES: Mapping[str, Callable[..., Shape]] = {
     "hardsigmoid": lambda: ((-3.0, 3.0), (_constant(0), (0.5, 1 / 6, 0.0), _constant(1))),
     "hardswish": lambda: ((-3.0, 3.0), (_constant(0), (0.0, 0.5, 1 / 6), _LINE)),
 }
-"""Knots and pieces of the piecewise ones, by name and options."""
+"""Knots and pieces of the piecewise quadratic activations, by name and options."""
 
 
 def identity(m: Moments) -> Moments:
@@ -223,7 +224,7 @@ def relu(m: Moments) -> Moments:
 
 
 def _relu(m: Moments) -> Moments:
-    """Spelt out; by `piecewise` it would take three times as many operations, and nets are full of it."""
+    """`relu` in plain operations. It is common in networks, and `_piecewise` needs three times as many operations."""
     work = closed.working_dtype(m.mean)
     mean = m.mean.to(work)
     var, deviation = _deviation(m.var.to(work))
@@ -245,7 +246,7 @@ def leaky_relu(m: Moments, negative_slope: float = 0.01) -> Moments:
 
 
 def prelu(m: Moments, weight: Tensor) -> Moments:
-    """x above 0, `weight` x below; the weight is one number or one per channel, and gets a gradient."""
+    """x above 0, `weight` x below. The weight is one number or one per channel, and gets a gradient."""
     channels = m.mean.shape[-1]
     if weight.numel() not in (1, channels):
         raise ValueError(
@@ -255,19 +256,19 @@ def prelu(m: Moments, weight: Tensor) -> Moments:
 
 
 def hardtanh(m: Moments, min_val: float = -1.0, max_val: float = 1.0) -> Moments:
-    """x kept within [min_val, max_val]."""
+    """x clipped to [min_val, max_val]."""
     if not min_val < max_val:
         raise ValueError(f"hardtanh: `min_val` must be below `max_val`, got {min_val} and {max_val}")
     return piecewise(m, *SHAPES["hardtanh"](min_val, max_val))
 
 
 def relu6(m: Moments) -> Moments:
-    """x kept within [0, 6]."""
+    """x clipped to [0, 6]."""
     return piecewise(m, *SHAPES["relu6"]())
 
 
 def hardsigmoid(m: Moments) -> Moments:
-    """x/6 + 1/2 kept within [0, 1]."""
+    """x/6 + 1/2 clipped to [0, 1]."""
     return piecewise(m, *SHAPES["hardsigmoid"]())
 
 
@@ -312,7 +313,7 @@ def selu(m: Moments) -> Moments:
 
 
 def softplus(m: Moments, beta: float = 1.0, threshold: float = 20.0) -> Moments:
-    """log(1 + exp(beta x)) / beta; x itself where beta x is over `threshold`, as in torch."""
+    """log(1 + exp(beta x)) / beta. As in torch, it is x if beta x is above `threshold`."""
     return through(m, functools.partial(F.softplus, beta=beta, threshold=threshold))
 
 
@@ -343,4 +344,4 @@ ACTIVATIONS: Mapping[str, Callable[..., Moments]] = {
         mish,
     )
 }
-"""Each under the name it has in `torch.nn.functional`, taking the same options."""
+"""Activations by their names in `torch.nn.functional`, with the same options."""

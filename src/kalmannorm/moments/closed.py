@@ -1,11 +1,12 @@
-"""Values and gradients in closed form, where autograd would spell out every operation of a formula.
+"""Values and gradients in closed form. They need fewer operations than autograd on the formulas.
 
-Each function here has two: `f(mean, var, ...)` gives the moments and what its gradient needs, `f_gradient(...)` the
-gradients from those that arrive. For x ~ N(mean, var) the gradients of an expectation are expectations:
+Each function has two parts. `f(mean, var, ...)` returns the moments and the tensors that its gradient needs.
+`f_gradient(...)` returns the gradients with respect to mean and var, given the gradients with respect to the results.
+For x ~ N(mean, var) the gradients of an expectation are expectations:
 
     d E f / d mean = E f'        d E f / d var = E f'' / 2
 
-ReLU, with Φ the share above zero and d the density there:
+ReLU, with Φ the probability above zero and d the density at zero:
 
     d mean' = Φ d mean + d/2 d var            d var' = 2 mean' (1 - Φ) d mean + (Φ - mean' d) d var
 
@@ -14,8 +15,8 @@ Piecewise quadratics, for the truncated moments B_j of `activations.py`:
     d B_j = j B_{j-1} d mean + j (j - 1) / 2 B_{j-2} d var        with B_{-1} = d, and at the knot k
     d B_0 = d d mean + d (k - mean) / (2 var) d var               d B_1 = B_0 d mean + d/2 d var
 
-Convolutions are in `linear.py`. What autograd cannot do with a function written so (transforms of `torch.func`, forward
-mode, compilation, export) is done by the formulas spelt out, and so are gradients of gradients.
+Convolutions are in `linear.py`. An autograd function does not support transforms of `torch.func`, forward mode,
+compilation and export. In these cases, and for gradients of gradients, the formulas run in plain operations.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 FLOOR = 1e-20
-"""A pruned channel has variance 0, where the square root has no slope. Below this floor (a deviation of 1e-10) the
-variance gets no gradient, and everything stays finite."""
+"""A pruned channel has variance 0, where the square root has no finite slope. Below this floor (a deviation of 1e-10)
+the variance gets no gradient, and everything stays finite."""
 
 Numbers = tuple[float, float, float]
 
 
 def applicable(*moments: Tensor) -> bool:
-    """Whether a closed form may stand for the operations it replaces."""
+    """Whether a closed form may replace the plain operations."""
     if torch.compiler.is_compiling() or any(tensor.shape != moments[0].shape for tensor in moments):
         return False
     level: int = forward_ad._current_level
@@ -46,9 +47,9 @@ def applicable(*moments: Tensor) -> bool:
 def again(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Any], arriving: Sequence[Tensor | None]
 ) -> list[Any]:
-    """Gradients by autograd through the formulas spelt out, for a gradient that will be differentiated itself."""
+    """Gradients by autograd through the plain operations, for gradients that will be differentiated again."""
     with torch.enable_grad():
-        # As views: one input may have been made of another, which is nothing to the derivative by each.
+        # As views: one input may have been computed from another. Each derivative must treat them as independent.
         inputs = [each.view_as(each) if isinstance(each, Tensor) else each for each in inputs]
         results = function(*inputs)
     pairs = [(result, grad) for result, grad in zip(results, arriving, strict=True) if grad is not None]
@@ -60,19 +61,19 @@ def again(
 
 
 def working_dtype(like: Tensor) -> torch.dtype:
-    """float64 but on MPS, which has none: tails lose digits, and a few numbers per channel cost nothing."""
+    """float64, because tails lose digits and a few numbers per channel cost nothing. MPS has no float64."""
     return like.dtype if like.device.type == "mps" else torch.float64
 
 
 def _tail(distance: Tensor) -> tuple[Tensor, Tensor]:
-    """The density at so many deviations and the probability beyond."""
+    """The normal density at `distance` deviations, and the probability beyond it."""
     density = (distance * distance).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
     return density, torch.erfc(distance * math.sqrt(0.5)).mul_(0.5)
 
 
 def relu(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """In the working dtype. With r the distance beyond zero on the side where the mean is not, max(x, 0) is r if the
-    mean is below zero, and x + r if it is above."""
+    """Moments after a ReLU, in the working dtype. Let r be how far x lies beyond zero, on the side without the mean.
+    Then max(x, 0) is r if the mean is below zero, and x + r if the mean is above."""
     varies = var >= FLOOR
     var = var.clamp(min=FLOOR)
     deviation = var.sqrt()
@@ -92,7 +93,7 @@ def relu(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]
 def relu_gradient(kept: Sequence[Tensor], grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor]:
     value, share, below, density, varies = kept
     d_mean = (grad_mean * share).addcmul_(grad_var, (value * below).mul_(2))
-    # The share is masked by itself: where nothing varies the density is zero, but the share is not.
+    # The share needs its own mask: below the variance floor the density is zero, but the share is not.
     d_var = (grad_var * (share * varies)).addcmul_(density, torch.addcmul(grad_mean * 0.5, grad_var, value, value=-1))
     return d_mean, d_var
 
@@ -103,7 +104,7 @@ def _about(piece: Numbers, origin: float) -> Numbers:
 
 
 class Piecewise:
-    """A piecewise quadratic of fixed numbers; `jumps` and `sums` are those of neighbouring pieces, about each knot."""
+    """A piecewise quadratic with fixed numbers. `jumps` and `sums` of neighbouring pieces are in powers of x - knot."""
 
     def __init__(self, knots: Sequence[float], pieces: Sequence[Numbers]) -> None:
         self.knots, self.pieces = tuple(knots), tuple(pieces)
@@ -114,7 +115,7 @@ class Piecewise:
         self.sums = [tuple(right + left for left, right in zip(*side, strict=True)) for side in sides]
 
     def home(self, mean: Tensor) -> list[Tensor]:
-        """The quadratic that holds at the mean, about it: value, slope, curve."""
+        """The quadratic that holds at the mean, in powers of x - mean: value, slope, curve."""
         c0, c1, c2 = (torch.full_like(mean, c) for c in self.pieces[0])
         for knot, piece in zip(self.knots, self.pieces[1:], strict=True):
             beyond = mean >= knot
@@ -124,14 +125,14 @@ class Piecewise:
 
 
 def piecewise(mean: Tensor, var: Tensor, shape: Piecewise) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """In the working dtype; counted from f(mean), and only tails enter."""
+    """Moments after a piecewise quadratic, in the working dtype, computed relative to f(mean) and from tails only."""
     varies = var >= FLOOR
     var = var.clamp(min=FLOOR)
     deviation = var.sqrt()
     value, slope, curve = shape.home(mean)
     first = curve * var  # E[f - f(mean)]
     second = slope * slope * var + 3 * first * first  # E[(f - f(mean))²]
-    # Derivatives of both by the mean and by the variance; f(mean) is held still, for no variance depends on it.
+    # Derivatives of both with respect to mean and variance. f(mean) is a constant here: no variance depends on it.
     first_mean, first_var = slope, curve
     second_mean, second_var = 6 * slope * first, slope * slope + 6 * curve * first
     for knot, jump, total in zip(shape.knots, shape.jumps, shape.sums, strict=True):
@@ -163,7 +164,7 @@ def piecewise(mean: Tensor, var: Tensor, shape: Piecewise) -> tuple[Tensor, Tens
 
 
 def _dot(coefficients: Sequence[Any], moments: Sequence[Tensor]) -> Any:
-    """What is no tensor and zero adds nothing."""
+    """Sum of products. Coefficients that are the number 0 are skipped."""
     total: Any = 0.0
     for c, moment in zip(coefficients, moments[: len(coefficients)], strict=True):
         if isinstance(c, Tensor) or c != 0:
@@ -172,17 +173,17 @@ def _dot(coefficients: Sequence[Any], moments: Sequence[Tensor]) -> Any:
 
 
 def jacobian_gradient(kept: Sequence[Tensor], grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor]:
-    """From the four derivatives: of the mean by mean and variance, of the variance by both."""
+    """Gradients from four derivatives: those of the new mean and those of the new variance, each by mean and var."""
     mean_mean, mean_var, var_mean, var_var = kept
     return grad_mean * mean_mean + grad_var * var_mean, grad_mean * mean_var + grad_var * var_var
 
 
 REACH = 8
-"""Deviations either side of the mean that the quadrature covers."""
+"""Deviations on either side of the mean that the quadrature covers."""
 
 
 def nodes_and_weights(density: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the trapezoidal rule under a normal density; each (nodes, 1, 1)."""
+    """Nodes and weights of the trapezoidal rule for a normal density, each (nodes, 1, 1)."""
     steps = REACH * density
     nodes = torch.arange(-steps, steps + 1, dtype=like.dtype, device=like.device) / density
     weights = torch.exp(-0.5 * nodes * nodes)
@@ -192,12 +193,12 @@ def nodes_and_weights(density: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def quadrature(
     mean: Tensor, var: Tensor, function: Callable[[Tensor], tuple[Tensor, Tensor]], density: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """As `activations.through`, with the derivatives, for a function that gives its values and its slopes."""
+    """As `activations.through`, with derivatives. `function` returns its values and its slopes."""
     varies = var >= FLOOR
     deviation = var.clamp(min=FLOOR).sqrt()
     nodes, weights = nodes_and_weights(density, mean)
     values, slopes = function(mean + deviation * nodes)
-    middle = values[REACH * density]  # f(mean): offsets from it keep their digits where |mean| >> sd
+    middle = values[REACH * density]  # f(mean): offsets from it keep their digits if |mean| >> sd
     offsets = values - middle
     shift = (weights * offsets).sum(0)
     away = offsets - shift

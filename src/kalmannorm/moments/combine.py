@@ -1,12 +1,12 @@
-"""Moments where branches meet: sums, concatenations, gates and the shapes in between, for independent operands.
+"""Moments of sums, products, concatenations and selections. Operands are independent.
 
     x + y     mean_x + mean_y        var_x + var_y
     a x + b   a mean + b             a² var
     x y       mean_x mean_y          var_x var_y + var_x mean_y² + var_y mean_x²
 
-A single row stands for every group and broadcasts to (G, C); a single channel (a spatial gate) broadcasts to all. The
-full covariance follows the same equations entry by entry, with mean_i mean_j in place of mean²; it is kept where every
-operand has one, and dropped otherwise.
+A single row holds for every group and broadcasts to (G, C). A single channel (a spatial gate) broadcasts to all
+channels. The full covariance follows the same equations entry by entry, with mean_i mean_j instead of mean². It is kept
+if every operand has one, and dropped otherwise.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _shapes(operands: Sequence[Moments]) -> str:
 def _check(name: str, operands: Sequence[Moments]) -> None:
     for what, axis in (("rows", 0), ("channels", 1)):
         wide = [m.mean.shape[axis] for m in operands if m.mean.shape[axis] != 1]
-        if any(size != wide[0] for size in wide):  # no set: an exporter's symbolic size has no hash
-            raise ValueError(f"{name}: operands must have equally many {what}, or 1, got {_shapes(operands)}")
+        if any(size != wide[0] for size in wide):  # not a set: an exporter's symbolic size has no hash
+            raise ValueError(f"{name}: operands must have the same number of {what}, or 1, got {_shapes(operands)}")
 
 
 def _outer(values: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def subtract(a: Moments, b: Moments) -> Moments:
 
 def _per_channel(name: str, m: Moments, value: float | Tensor) -> float | Tensor:
     if not isinstance(value, Tensor):
-        return value  # as a tensor it would have to be copied to the device at every call
+        return value  # a tensor would be copied to the device at every call
     channels = m.mean.shape[-1]
     if value.numel() not in (1, channels):
         raise ValueError(
@@ -64,7 +64,7 @@ def _per_channel(name: str, m: Moments, value: float | Tensor) -> float | Tensor
 
 
 def scale(m: Moments, factor: float | Tensor) -> Moments:
-    """Times a number, or times one per channel (C,)."""
+    """Multiply by one number, or by one number per channel (C,)."""
     number = _per_channel("scale: `factor`", m, factor)
     cov = None
     if m.cov is not None:
@@ -73,18 +73,18 @@ def scale(m: Moments, factor: float | Tensor) -> Moments:
 
 
 def shift(m: Moments, offset: float | Tensor) -> Moments:
-    """Plus a number, or plus one per channel (C,)."""
+    """Add one number, or one number per channel (C,)."""
     return Moments(m.mean + _per_channel("shift: `offset`", m, offset), m.var, m.cov)
 
 
 def concatenate(operands: Sequence[Moments]) -> Moments:
-    """Channels one after the other; single rows broadcast to the rest's. Covariances become diagonal blocks."""
+    """Concatenate channels. Single rows broadcast to the number of rows. Covariances become diagonal blocks."""
     operands = list(operands)
     if not operands:
         raise ValueError("concatenate: `operands` must hold at least one Moments, got none")
     rows = max(m.mean.shape[0] for m in operands)
     if any(m.mean.shape[0] not in (1, rows) for m in operands):
-        raise ValueError(f"concatenate: operands must have equally many rows, or 1, got {_shapes(operands)}")
+        raise ValueError(f"concatenate: operands must have the same number of rows, or 1, got {_shapes(operands)}")
     mean = torch.cat([m.mean.expand(rows, -1) for m in operands], 1)
     var = torch.cat([m.var.expand(rows, -1) for m in operands], 1)
     blocks = [m.cov for m in operands if m.cov is not None]
@@ -111,16 +111,16 @@ def product(a: Moments, b: Moments) -> Moments:
 def pooling(m: Moments) -> Moments:
     """Through average or max pooling: unchanged.
 
-    An approximation. Averaging n independent values divides their variance by n, and a maximum raises the mean; but the
-    neighbours that a pooling window covers mostly agree, and how much is not known from moments of single values.
+    This is an approximation. Averaging n independent values divides their variance by n, and a maximum raises the mean.
+    But neighbouring values in a pooling window are correlated, and moments of single values do not say how much.
     """
     return m
 
 
 def flatten(m: Moments, positions: int) -> Moments:
-    """Each channel `positions` times in a row: what `torch.flatten(x, 1)` makes of (N, C, *) with that many positions.
+    """Repeat each channel `positions` times, as in `torch.flatten(x, 1)` of (N, C, *) with that many positions.
 
-    A covariance is dropped: that between two positions is not known.
+    A covariance is dropped, because the covariance between positions is not known.
     """
     if positions < 1:
         raise ValueError(f"flatten: `positions` must be at least 1, the number of pixels in a map, got {positions}")
@@ -129,7 +129,7 @@ def flatten(m: Moments, positions: int) -> Moments:
 
 
 def select(m: Moments, index: slice | Sequence[int] | Tensor) -> Moments:
-    """Some channels, or all in another order: a slice, a list of channels, or a tensor of them (or a mask)."""
+    """Select or reorder channels. `index` is a slice, a list of channels, a tensor of channels, or a mask."""
     if isinstance(index, int):
         raise TypeError(f"select: `index` must be a slice, a list or a tensor of channels, got {index}; use [{index}]")
     which = index if isinstance(index, (slice, Tensor)) else list(index)

@@ -1,7 +1,7 @@
-"""Moments: what the filter believes about a layer, one row per group and one column per channel.
+"""Moments: estimated means and variances of a layer, one row per group and one column per channel.
 
-Rows (G) are statistics batches: 1 row is a belief that holds for every group; in `example` inference each
-example is a row of its own. Values are float32 whatever the activations are (float64 for float64).
+Rows (G) are groups. A single row is a belief that holds for every group. In `example` inference each example has its
+own row. Values are float32 for all activation dtypes but float64, and float64 for float64.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Mean and variance of each channel, (G, C); `cov` (G, C, C) only where the full covariance is kept.
+    """Mean and variance of each channel, (G, C). `cov` (G, C, C) exists only if the full covariance is kept.
 
-    `var` is always there and is the diagonal of `cov`. A named tuple, so that it passes through
-    `torch.compile`, checkpointing, DDP and pytrees as any tuple of tensors does. (It has methods but no properties:
-    torch.compile does not see through the properties of a named tuple.)
+    `var` always exists and is the diagonal of `cov`. `Moments` is a named tuple, so `torch.compile`, checkpointing, DDP
+    and pytrees treat it as a tuple of tensors. It has methods but no properties, because torch.compile cannot trace
+    properties of a named tuple.
     """
 
     mean: Tensor
@@ -29,9 +29,9 @@ class Moments(NamedTuple):
         return Moments(self.mean.to(dtype), self.var.to(dtype), None if self.cov is None else self.cov.to(dtype))
 
     def pooled(self) -> Moments:
-        """One row (1, C): the moments of all groups' values together, the groups counting alike.
+        """One row (1, C): the moments of the values of all groups. All groups have the same weight.
 
-        By the law of total variance: the average variance *plus* the variance of the means.
+        By the law of total variance, this is the average variance *plus* the variance of the means.
         """
         if self.mean.shape[0] == 1:
             return self
@@ -45,21 +45,21 @@ class Moments(NamedTuple):
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Within it products stay float32 under autocast, which would run them, and the statistics, in half precision."""
+    """A context in which matrix products stay float32. Under autocast they would run in half precision."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()  # an exporter would wrap what is inside into a graph of its own
+        return nullcontext()  # under autocast an exporter would make a separate graph of the body
     return torch.autocast(device.type, enabled=False)
 
 
 def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = None) -> Moments:
-    """What a norm's output is believed to be, whatever the batch: N(bias, weight²) per channel, one row.
+    """The belief about a norm's output, for every batch: N(bias, weight²) per channel, in one row.
 
-    A missing `weight` is 1 and a missing `bias` is 0; `channels` is needed where both are missing.
+    A missing `weight` is 1 and a missing `bias` is 0. If both are missing, `channels` is needed.
     """
     given = weight if weight is not None else bias
     if given is None:
         if channels is None:
-            raise ValueError("belief: give `channels` where both weight and bias are None")
+            raise ValueError("belief: give `channels` if both weight and bias are None")
         mean = torch.zeros(1, channels, dtype=torch.float32)
         return Moments(mean, torch.ones_like(mean))
     dtype = torch.float64 if given.dtype == torch.float64 else torch.float32

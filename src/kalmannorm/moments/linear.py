@@ -1,4 +1,4 @@
-"""Moments through linear layers: independent inputs N(mean, var) per channel, the same at every position.
+"""Moments through linear layers. Inputs are independent, N(mean, var) per channel, equal at every position.
 
     linear        mean' = W mean + bias
                   var'  = (W∘W) var
@@ -7,14 +7,14 @@
                   var'  = sum_t share[t] sum_c W²[k, c, t] var[c] + sum_p share[p] (mean_p - sum_p share[p] mean_p)²
                   mean_p = sum_t inside[p, t] sum_c W[k, c, t] mean[c]
 
-Here inside[p, t] tells whether tap t meets the image at output positions of kind p (see windows.py), share[p] how many
-positions are of that kind, and share[t] at how many of them t is inside. The last term of var' is what zero padding (or
-the stride of a transposed convolution) does to the mean from one position to the next. Written over kinds of positions
-it is a sum of squares, which cannot cancel or turn negative; kinds are applied axis by axis, so that a large kernel
-stays cheap.
+inside[p, t] is 1 if tap t lies inside the image at output positions of kind p (see windows.py), and 0 otherwise.
+share[p] is the share of positions of kind p. share[t] is the share of positions at which t is inside. The last term of
+var' is the variance of the mean over positions. Zero padding causes it, or the stride of a transposed convolution. As a
+sum of squares over kinds it can neither cancel nor become negative. Kinds are applied axis by axis, so that a large
+kernel stays cheap.
 
-Neighbouring pixels are taken as independent, which biases var' low for smooth filters. A `cov` is not used and is
-dropped. All is float32 (float64 for float64 moments), under autocast and with half-precision weights too.
+Neighbouring pixels are treated as independent. This makes var' too low for smooth filters. A `cov` is not used and is
+dropped. All values are float32 (float64 for float64 moments), also under autocast and with half-precision weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _add_bias(name: str, mean: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(m: Moments, weight: Tensor, bias: Tensor | None = None) -> Moments:
-    """(R, C) moments through `F.linear`: weight (K, C), bias (K,); gives (R, K)."""
+    """(R, C) moments through `F.linear` with weight (K, C) and bias (K,). Returns (R, K)."""
     channels = m.mean.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != channels:
         raise ValueError(
@@ -76,27 +76,30 @@ def group_weight(channels: int, weight: Tensor, groups: int, transposed: bool) -
 
 
 def _contract(values: Tensor, weight: Tensor, share: Tensor) -> Tensor:
-    """Over channels and taps at once, each tap by its share: (R, C) to (R, K)."""
+    """Sum over channels and taps, each tap weighted by its share: (R, C) to (R, K)."""
     rows, groups = values.shape[0], weight.shape[0]
     weighted = values.reshape(rows, groups, -1, 1) * share.flatten()
-    # The weight is the large operand, and stays as it lies in memory.
+    # The weight is the large operand, so its layout in memory is not changed.
     summed = weight.flatten(2) @ weighted.flatten(2).permute(1, 2, 0)  # (groups, K / groups, R)
     return summed.permute(2, 0, 1).flatten(1)
 
 
 def _at_each_kind(values: Tensor, weight: Tensor, inside: Sequence[Tensor]) -> Tensor:
-    """Over channels, then taps axis by axis: (R, C) to (R, K, kinds of position)."""
+    """Sum over channels, then over taps axis by axis: (R, C) to (R, K, kinds of position)."""
     rows, groups = values.shape[0], weight.shape[0]
     values = values.reshape(rows, groups, -1).transpose(0, 1).unsqueeze(1)  # (groups, 1, R, C / groups)
     seen = (values @ weight.flatten(3)).flatten(0, 1).transpose(0, 1)  # (R, K, taps)
     seen = seen.reshape(*seen.shape[:2], *weight.shape[3:])
-    for axis in inside:  # takes the first axis of taps away, puts its kinds last
+    for axis in inside:  # replaces the first axis of taps by its kinds, as the last axis
         seen = torch.tensordot(seen, axis, dims=([2], [1]))
     return seen.flatten(2)
 
 
 def convolved(mean: Tensor, var: Tensor, weight: Tensor, *windows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean, variance, and where there is a border how far from the mean each kind of position lies (R, K, kinds)."""
+    """Mean, variance, and the deviation of each kind's mean from the overall mean (R, K, kinds).
+
+    The deviation is None if there is only one kind of position.
+    """
     *inside, of_kinds, of_taps = windows
     spread = _contract(var, weight.square(), of_taps)
     if of_kinds.numel() == 1:
@@ -114,9 +117,9 @@ def convolved_gradient(
     windows: Sequence[Tensor],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    """From gradients (R, K) those at mean and variance, (R, C), and at the weight, (groups, K, C, *taps).
+    """Gradients with respect to mean and variance, (R, C), and weight, (groups, K, C, *taps).
 
-    With z[k, t] = sum_c W[k, c, t] mean[c], the sums that a tap sees:
+    `grads` are the gradients with respect to the results, (R, K). With z[k, t] = sum_c W[k, c, t] mean[c]:
 
         dz[k, t]    = share[t] dmean'[k] + 2 dvar'[k] sum_p share[p] inside[p, t] (mean_p - mean')
         dW[k, c, t] = dz[k, t] mean[c] + 2 dvar'[k] share[t] W[k, c, t] var[c]
@@ -154,7 +157,7 @@ def convolved_gradient(
             d_weight += (grad_taps @ means.unsqueeze(1)).flatten(2)
         elif tap_count == 1:
             d_weight += grad_taps[:, :, 0] @ means
-        else:  # as a product of matrices: an elementwise one crawls along a few taps
+        else:  # a matrix product: an elementwise product with few taps is slow
             taps_apart = torch.eye(tap_count, dtype=mean.dtype, device=mean.device)
             spread = means.reshape(groups, 1, rows, inputs, 1) * taps_apart.reshape(1, tap_count, 1, 1, tap_count)
             d_weight.baddbmm_(grad_taps.flatten(2), spread.flatten(3).flatten(1, 2))
@@ -180,7 +183,7 @@ class _Convolved(torch.autograd.Function):
 
 
 def through_layer(m: Moments, weight: Tensor, windows: Sequence[Tensor]) -> Moments:
-    """(R, C) to (R, K), by a weight (groups, K / groups, C / groups, *taps)."""
+    """(R, C) to (R, K), with a weight (groups, K / groups, C / groups, *taps)."""
     apply = _Convolved.apply if closed.applicable(m.mean, m.var) else convolved
     mean, var, *_ = apply(m.mean, m.var, weight, *windows)
     return Moments(mean, var)
@@ -197,7 +200,7 @@ def geometry(
     transposed: bool = False,
     output_padding: Size = 0,
 ) -> tuple[Axis, ...]:
-    """The axes of a convolution with these options, checked."""
+    """The axes of a convolution with these options. Options are checked."""
     if padding_mode not in _PADDING_MODES:
         raise ValueError(f"convolution: `padding_mode` must be one of {_PADDING_MODES}, got {padding_mode!r}")
     if transposed and padding_mode != "zeros":
@@ -230,12 +233,13 @@ def convolution(
     transposed: bool = False,
     output_padding: Size = 0,
 ) -> Moments:
-    """(R, C) moments through a convolution in 1, 2 or 3 spatial dimensions, told from `weight`; gives (R, K).
+    """(R, C) moments through a convolution with 1, 2 or 3 spatial dimensions. Returns (R, K).
 
-    The options are those of `torch.nn.Conv2d` (or, with `transposed`, `ConvTranspose2d`, whose weight is laid out the
-    other way round). `input_size` is the spatial size of the map that enters. Without it the image has no edges: every
-    tap is inside, and a transposed convolution is left with the pattern of its stride, which needs no size. The same
-    holds for a `padding_mode` other than "zeros", which fills the border with values like the others.
+    The number of dimensions is that of `weight`. The options are those of `torch.nn.Conv2d`. With `transposed` they are
+    those of `ConvTranspose2d`, whose weight has inputs and outputs swapped. `input_size` is the spatial size of the
+    input. Without it the image has no edges: every tap is inside, except for the pattern that the stride of a
+    transposed convolution causes. The same holds for a `padding_mode` other than "zeros", because it fills the border
+    with values of the image.
     """
     grouped = group_weight(m.mean.shape[-1], weight, groups, transposed).to(m.mean.dtype)
     axes = geometry(

@@ -1,14 +1,14 @@
 """Which taps of a convolution lie inside the image: the geometry behind `convolution`.
 
-Along one axis, output position o meets input position i through tap t where
+Along one axis, tap t connects output position o with input position i if
 
     ordinary     o stride - padding + t dilation = i
     transposed   o + padding - t dilation        = i stride
 
-and tap t is inside at o where such an i exists with 0 <= i < size. Both are one rule, o a + b + t e = i q.
-Positions that see the same taps are of one *kind*: a 3-tap axis padded by 1 has three (first, middle, last), an axis
-transposed with stride 2 has two in its interior, taking turns. A kind is its row of taps (0/1) and the share of
-positions it holds; several axes multiply.
+Tap t is inside at o if such an i exists with 0 <= i < size. Both rules have the form o a + b + t e = i q.
+Output positions with the same inside taps form one *kind*. A 3-tap axis padded by 1 has three kinds: first, middle and
+last. The interior of an axis transposed with stride 2 has two kinds, which alternate. A kind is a row of taps (0/1) and
+its share of the positions. With several axes, the shares are multiplied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Size = int | Sequence[int]
 
 
 class Axis(NamedTuple):
-    """One spatial axis of a convolution. `size` is the input's; None stands for an image without edges."""
+    """One spatial axis of a convolution. `size` is the size of the input. None: the image has no edges."""
 
     kernel: int
     size: int | None
@@ -37,9 +37,9 @@ class Axis(NamedTuple):
     output_padding: int
 
 
-# A function, for torch.compile does not see through the properties of a named tuple.
+# A function, because torch.compile cannot trace properties of a named tuple.
 def _outputs(axis: Axis) -> int:
-    """How many positions come out of `size`."""
+    """Number of output positions."""
     assert axis.size is not None
     span, around = axis.dilation * (axis.kernel - 1) + 1, axis.before + axis.after
     if axis.transposed:
@@ -54,7 +54,7 @@ def _per_axis(name: str, value: Size, dims: int, least: int) -> tuple[int, ...]:
         raise ValueError(f"convolution: `{name}` must be one int or {dims} (one for each axis), got {value!r}")
     if any(each < least for each in values):
         raise ValueError(f"convolution: `{name}` must be at least {least}, got {value!r}")
-    # Under torch.compile a size may be symbolic; taking the length of a range settles it. The geometry is a constant.
+    # Under torch.compile a size may be symbolic. The length of a range is a plain int, so the geometry is constant.
     return tuple(len(range(each)) for each in values)
 
 
@@ -68,7 +68,7 @@ def axes_of(
     transposed: bool,
     output_padding: Size,
 ) -> tuple[Axis, ...]:
-    """The axes of a convolution, from its options as `torch.nn.Conv2d` takes them, checked."""
+    """The axes of a convolution from its options, which are those of `torch.nn.Conv2d`. Options are checked."""
     dims = 1 if isinstance(kernel_size, int) else len(kernel_size)
     kernels = _per_axis("kernel_size", kernel_size, dims, 1)
     strides = _per_axis("stride", stride, dims, 1)
@@ -99,7 +99,7 @@ def axes_of(
         if padding == "same" and any(s != 1 for s in strides):
             raise ValueError(f"convolution: padding='same' needs stride 1, got {stride!r}")
         around = [d * (k - 1) if padding == "same" else 0 for k, d in zip(kernels, dilations, strict=True)]
-        befores = tuple(total // 2 for total in around)  # an odd one goes after, as in torch
+        befores = tuple(total // 2 for total in around)  # an odd total pads one more after, as in torch
         afters = tuple(total - total // 2 for total in around)
     else:
         befores = afters = _per_axis("padding", padding, dims, 0)
@@ -126,7 +126,7 @@ def output_size(
     transposed: bool = False,
     output_padding: Size = 0,
 ) -> tuple[int, ...]:
-    """The spatial size after a convolution (or, the arguments being the same, a pooling) of `input_size`."""
+    """The spatial size after a convolution of `input_size`, or after a pooling with the same arguments."""
     if isinstance(kernel_size, int) and not isinstance(input_size, int):
         kernel_size = (kernel_size,) * len(input_size)
     axes = axes_of(
@@ -143,10 +143,10 @@ def output_size(
 
 @cache
 def kinds(axis: Axis) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
-    """The rows of taps of each kind of position, and the share of positions of each kind.
+    """The row of taps and the share of positions of each kind.
 
-    Positions whose whole window lies within the image repeat with the stride of a transposed convolution (period 1
-    otherwise), so only they are counted rather than visited: a long signal costs no more than a short one.
+    If the whole window of a position lies inside the image, its kind repeats with period 1, or with the stride of a
+    transposed convolution. Such positions are counted without visiting each, so the cost does not grow with the size.
     """
     if axis.transposed:
         a, b, e, q = 1, axis.before, -axis.dilation, axis.stride
@@ -178,11 +178,11 @@ _tensors: dict[tuple[tuple[Axis, ...], torch.dtype, torch.device], tuple[Tensor,
 
 
 def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """For each axis its rows of taps (kinds, kernel); then, over all axes, the share of each kind and of each tap.
+    """For each axis its rows of taps (kinds, kernel). Then, over all axes, the shares of kinds and of taps.
 
     The shares have one dimension per axis: (kinds of axis 1, kinds of axis 2, ...), (taps of axis 1, ...).
     """
-    # A mode that makes fake tensors (export, shape propagation) must neither fill the cache nor be served from it.
+    # A mode that makes fake tensors (export, shape propagation) must neither fill nor read the cache.
     faked = type(torch.empty(0)) is not Tensor
     key = (axes, dtype, device)
     if not faked and key in _tensors:
@@ -194,7 +194,7 @@ def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) ->
         for axis, row in zip(axes, rows, strict=True):
             share = torch.tensor(kinds(axis)[1], dtype=dtype, device=device)
             of_kinds = of_kinds.unsqueeze(-1) * share
-            # A product of matrices would be cast where autocast is on.
+            # No matrix product here: autocast would cast it.
             of_taps = of_taps.unsqueeze(-1) * (share.unsqueeze(1) * row).sum(0)
     built = (*rows, of_kinds, of_taps)
     if not faked:
@@ -202,7 +202,7 @@ def windows(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) ->
     return built
 
 
-# Under torch.compile the tensors become constants of the graph, on the right device; without the cache every step would
-# copy them there from the host, which also no CUDA graph allows. torch.compiler.assume_constant_result sets this mark
-# too, but imports the whole compiler to do so: two seconds more for `import kalmannorm`.
+# Under torch.compile the tensors become constants of the graph, on the right device. Without this mark every step would
+# copy them from the host, which is not possible in a CUDA graph. torch.compiler.assume_constant_result sets the same
+# mark, but it imports the whole compiler and adds two seconds to `import kalmannorm`.
 windows._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def test_stored_state_dicts(name):
 
 
 def test_a_stored_pickle_says_what_to_do():
-    with pytest.raises(ModuleNotFoundError, match=r"another version .* load that into a freshly converted model"):
+    with pytest.raises(ModuleNotFoundError, match=r"another version .* load it into a freshly converted model"):
         torch.load(STORED / "model.pt", weights_only=False)
 
 
@@ -137,7 +137,7 @@ def test_a_pickle_that_lacks_something(name):
     written = pickle.dumps(model)
     with pytest.raises(ValueError, match=f"has no '{name.split('.')[-1]}': another version of kalmannorm") as error:
         pickle.loads(written)
-    assert "load that into a freshly converted model" in str(error.value) and "\n" not in str(error.value)
+    assert "load it into a freshly converted model" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_pickle_of_a_later_version(monkeypatch):

@@ -1,1 +1,1 @@
-"""Expect: what a single example is combined with in `example` inference."""
+"""Expect: the moments that a single example is combined with in `example` inference."""

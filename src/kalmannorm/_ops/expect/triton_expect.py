@@ -1,4 +1,7 @@
-"""What an example is to be fused with, in one launch: `virtual_group.expected_of_example` without gradients."""
+"""The moments that an example is combined with, in one launch.
+
+This is `virtual_group.expected_of_example` without gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def expect_kernel(
     prior_mean_ptr, prior_var_ptr, gain_ptr, mean_ptr, var_ptr, expected_mean_ptr, expected_var_ptr, trust_ptr,
     C, mean_row, var_row, gain_step, share, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of the prior; its first program also stores the trust."""
+    """BLOCK channels of one row of the prior. The programs of the first row also store the trust."""
     await_previous(PDL)
     channel, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     there = channel < C
@@ -37,7 +40,7 @@ def expect_kernel(
 
 
 def expect(prior: Moments, gain: Tensor, average: Moments, size: int) -> tuple[Moments, Tensor]:
-    """The prior with the average examples, (1, C) or (N, C), and the trust in the example itself, as `gain` is."""
+    """Prior and average examples combined, (1, C) or (N, C), and the trust in the example, with the shape of `gain`."""
     mean, var = (t if t.stride(1) == 1 else t.contiguous() for t in (prior.mean, prior.var))
     gain = gain.contiguous()
     rows, C = mean.shape

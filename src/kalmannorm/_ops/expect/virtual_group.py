@@ -1,4 +1,4 @@
-"""An example by itself, in inference: what its virtual group, itself among m - 1 average ones, comes to."""
+"""`example` inference: the moments of a virtual group, which contains one example and m - 1 average examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kalmannorm.moments import Moments
 
 
 def among_average(example: Moments, average: Moments, size: int) -> Moments:
-    """A virtual group for each example, (N, C): itself, with weight 1/m, among m - 1 average ones."""
+    """Moments of each example's virtual group, (N, C): the example with weight 1/m, and m - 1 average examples."""
     if size == 1:
         return example
     a = 1 / size
@@ -23,8 +23,11 @@ def among_average(example: Moments, average: Moments, size: int) -> Moments:
 def expected_of_example(
     prior: Moments | None, gain: Tensor | None, average: Moments, size: int
 ) -> tuple[Moments | None, Tensor | None]:
-    """What `update` fuses with an example alone, and the trust in it, to give what its virtual group fused with the
-    prior would: both are mixtures, of which the prior and the average ones make one part."""
+    """Prior and average examples combined, and the trust in the example.
+
+    With these, `update` on the example alone gives the same posterior as the prior combined with the virtual group.
+    Both are mixtures of the prior, the average examples and the example. Here the first two are mixed into one.
+    """
     share = 1 / size
     row = Moments(average.mean.unsqueeze(0), average.var.unsqueeze(0))
     if prior is None or gain is None:

@@ -1,1 +1,1 @@
-"""Normalize: observe each group, combine the observation with the prior, apply. The op of every norm."""
+"""Normalize: observe each group, combine the observation with the prior, normalize. All norms use this op."""

@@ -1,4 +1,4 @@
-"""The arguments and results of the op, written once: every version takes them, and the schemas are made from them."""
+"""The arguments and results of the op. Every version of the op uses them, and its schemas are made from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """γ and β are (C,) or (G, C). `statistics_batch_size` is m, 0 for the whole batch. `residual` lies as x does."""
+    """γ and β are (C,) or (G, C). `statistics_batch_size` is m, or 0 for the whole batch.
+
+    `residual` has the memory layout of x.
+    """
 
     x: Tensor
     prior_mean: Tensor | None
@@ -23,9 +26,9 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output, then the moments of the posterior and of the observation, (G, C) each.
+    """The output, then the moments of the posterior and of the observation, each (G, C).
 
-    In a backward, y is None unless it is needed. The gradients of results have this form too.
+    In a backward, y is None unless it is needed. Gradients of the results have the same form.
     """
 
     y: Tensor | None
@@ -57,11 +60,11 @@ FORWARD = f"({', '.join(_parameters(Inputs))}) -> (Tensor, Tensor, Tensor, Tenso
 """The schema of the op."""
 _BACKWARD = [*_parameters(Results, "grad_"), *_parameters(Inputs, defaults=False), *_parameters(Results)]
 BACKWARD = f"({', '.join(_BACKWARD)}, SymInt bias_rows) -> Tensor[]"
-"""The schema of its backward, which returns the gradients that exist, as `aten.backward` lists them."""
+"""The schema of the backward. It returns the gradients that exist, in the order of `aten.backward`."""
 
 
 class BackwardInputs(NamedTuple):
-    """What `BACKWARD` lists, in three parts; `bias_rows` is 0 where β needs no gradient."""
+    """The arguments of `BACKWARD` in three parts, and `bias_rows`, which is 0 if β needs no gradient."""
 
     grads: Results
     inputs: Inputs
@@ -70,7 +73,7 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, *given: object) -> BackwardInputs:
-        """From the flat list of the schema."""
+        """Build from the flat list of the schema."""
         grads, inputs = len(Results._fields), len(Results._fields) + len(Inputs._fields)
         return cls(
             Results(*given[:grads]),  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Means and sums over the rows of (G, R, C) on ARM's CPUs, where channels lie last.
+"""Means and sums over the rows of (G, R, C) on ARM CPUs, for channels_last.
 
-PyTorch's sum over R goes down a few columns at a time, once for every few. ARM waits for the memory then, x86 does not.
-The average pool of channels_last images adds whole rows, in the order in which they lie. So R rows are seen as images
-of one column, C channels and a height that divides R, pooled, and what is left pooled again.
+PyTorch's sum over R runs down all rows for a few columns at a time. This is slow on ARM, because it waits for memory.
+x86 does not. The average pool of channels_last images adds whole rows in memory order. So R rows are viewed as images
+with one column, C channels and a height that divides R. The images are pooled, and the results are pooled again.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 
 ARM = platform.machine().lower() in ("aarch64", "arm64")
 NARROWEST = 32
-"""Channels. Shorter rows are not worth a loop each; there PyTorch's sum is as fast or faster."""
+"""Channels. With fewer channels PyTorch's sum is as fast or faster."""
 SMALLEST = 2**17
-"""Values. Of smaller tensors the sum finds all in a cache, and one call less counts."""
+"""Values. Smaller tensors fit into a cache, and then the cost of one more call dominates."""
 HIGHEST = 64
-"""Rows added one after the other, at most: what is summed in stages rounds less."""
+"""Most rows that are added one after the other. Sums in stages have smaller rounding errors."""
 LOWEST = 8
 
 
 def worthwhile(values: Tensor) -> bool:
-    """Of x (N, C, *), whose channels lie last."""
+    """Whether pooling is faster than PyTorch's sum for this channels_last x (N, C, *)."""
     return ARM and values.device.type == "cpu" and values.shape[1] >= NARROWEST and values.numel() >= SMALLEST
 
 
 @functools.lru_cache(4096)
 def heights(rows: int) -> tuple[int, ...]:
-    """Of the windows of each stage. They leave one row, a few, or all of them where no window divides their number."""
+    """The window height of each stage. Stages leave one row, a few, or all if no height divides their number."""
     height = next((h for h in range(min(HIGHEST, rows), LOWEST - 1, -1) if rows % h == 0), None)
     return () if height is None else (height, *heights(rows // height))
 
 
 def mean(values: Tensor) -> Tensor:
-    """(G, R, C) without gaps -> (G, C), in memory of its own."""
+    """Mean over R, (G, R, C) without gaps -> (G, C), as a new tensor."""
     stages = heights(values.shape[1])
     for height in stages:
         values = _pool(values, height, height)
@@ -44,7 +44,7 @@ def mean(values: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> Tensor:
-    """(G, R, C) without gaps -> (G, C), in memory of its own."""
+    """Sum over R, (G, R, C) without gaps -> (G, C), as a new tensor."""
     stages = heights(values.shape[1])
     for height in stages:
         values = _pool(values, height, 1)

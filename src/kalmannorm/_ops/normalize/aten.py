@@ -1,10 +1,11 @@
-"""The op in PyTorch's own operations: any device, any layout, all groups in one pass.
+"""The op in PyTorch operations: any device, any layout, all groups in one pass.
 
     forward    x̄ and S  ->  update  ->  y = a x + (β - a mean),  a = γρ,  ρ = (var + eps)^-½;  then residual, and ReLU
     backward   S0 = Σ g, S1 = ρ Σ g (x - mean)  ->  update_backward  ->  dx = a g + b x + (dx̄/M - b x̄),  b = 2 dS/M
 
-x is looked at in groups, without a copy, and what a pass leaves behind lies in the result's own memory: new memory of
-that size costs as much as two passes. Where |x̄| ≫ σ the expanded forms would cancel; there x is centred first.
+x is viewed in groups, without a copy. Intermediate results are written into the memory of the final result, because
+allocating a tensor of that size costs as much as two passes. Where |x̄| ≫ σ the expanded forms would cancel, so x is
+centred first.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm.moments import Moments
 
 FAR = 8.0
-"""Deviations between x̄ and 0 up to which a x + b may stand for a (x - x̄) + c: there it is right to 10⁻⁶."""
-EACH = 0  # no reduction, as losses number it
+"""Up to this many deviations between x̄ and 0, a x + b may replace a (x - x̄) + c. The error is then at most 10⁻⁶."""
+EACH = 0  # "no reduction" in PyTorch's numbering for losses
 _ops: Any = torch.ops.aten
 
 
 class Slabs:
-    """x (N, C, *) seen in groups: (G, m, C, L), or (G, m·L, C) for channels_last; a smaller last group by itself.
+    """Views of x (N, C, *) in groups: (G, m, C, L), or (G, m·L, C) for channels_last. A smaller last group is separate.
 
-    With one position, as in (N, C), both views are the same memory, and channels last is the one that vectorises.
+    With one position, as in (N, C), both views have the same layout. Then channels_last is used, because it vectorises.
     """
 
     def __init__(self, x: Tensor, statistics_batch_size: int) -> None:
@@ -45,38 +46,38 @@ class Slabs:
         self.pooled = self.last and arm_sums.worthwhile(x)
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """The groups of x, or of a tensor that lies as x does: those of full size, then the last."""
+        """The groups of x, or of a tensor with the layout of x: all full groups, then a smaller last group."""
         if not self.ragged:
             return [self._view(x, self.whole or 1)]
         cut = self.whole * self.size
         return [self._view(x[:cut], self.whole), self._view(x[cut:], 1)]
 
     def _view(self, x: Tensor, groups: int) -> Tensor:
-        if self.last:  # x lies without gaps, so this is movedim and view, at half their price
+        if self.last:  # x has no gaps, so this equals movedim and view, at half the cost
             values = x.shape[0] // groups * self.positions
             return x.as_strided((groups, values, self.channels), (values * self.channels, self.channels, 1))
         return x.view(groups, -1, self.channels, self.positions)
 
     def rows(self, moments_GC: Tensor) -> list[Tensor]:
-        """Rows (G, C) or (1, C), shaped to broadcast over each of the parts."""
+        """Rows (G, C) or (1, C), shaped to broadcast over each part."""
         rows = moments_GC.view(self.row)
         if not self.ragged or rows.shape[0] == 1:
             return [rows] * 2
         return [rows[: self.whole], rows[self.whole :]]
 
     def gather(self, rows: list[Tensor]) -> Tensor:
-        """Rows of each of the parts, (g, 1, C) or (g, 1, C, 1), as one (G, C)."""
+        """Rows of all parts, (g, 1, C) or (g, 1, C, 1), as one (G, C)."""
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, self.channels)
 
     def moments(self, parts: list[Tensor], scratch: list[Tensor]) -> Moments:
-        """Mean and variance, (G, C). `scratch` are parts to be overwritten, or the same."""
+        """Mean and variance, (G, C). `scratch` are parts that are overwritten. They may be `parts` themselves."""
         means = [self.mean(values) for values in parts]
         for values, mean, squares in zip(parts, means, scratch, strict=True):
             _ops.mse_loss.out(values, mean, EACH, out=squares)
         return Moments(self.gather(means), self.gather([self.mean(squares) for squares in scratch]))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Of every group of a part, shaped to broadcast over it."""
+        """The mean of every group of a part, shaped to broadcast over the part."""
         return arm_sums.mean(values).unsqueeze(1) if self.pooled else values.mean(self.over, keepdim=True)
 
     def total(self, values: Tensor) -> Tensor:
@@ -87,26 +88,27 @@ class Slabs:
         return [values - mean for values, mean in zip(parts, self.rows(mean_GC), strict=False)]
 
     def subtract(self, parts: list[Tensor], mean_GC: Tensor, results: list[Tensor]) -> None:
-        """As `centred`, in the memory of `results`."""
+        """As `centred`, but write into `results`."""
         for values, mean, out in zip(parts, self.rows(mean_GC), results, strict=False):
             torch.sub(values, mean, out=out)
 
     def affine(self, parts: list[Tensor], scale_GC: Tensor, shift_GC: Tensor, results: list[Tensor]) -> None:
-        """x · scale + shift, with a row of each for every group."""
+        """x · scale + shift. Every group has its own row of scale and shift."""
         for values, scale, shift, out in zip(parts, self.rows(scale_GC), self.rows(shift_GC), results, strict=False):
             if self.last:
                 torch.addcmul(shift, values, scale, out=out)
-            else:  # which does not vectorise with two operands that stand still
+            else:  # addcmul does not vectorise with two broadcast operands
                 torch.mul(values, scale, out=out).add_(shift)
 
     def products(
         self, grads: list[Tensor], parts: list[Tensor], mean_GC: Tensor, scratch: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Σ g and Σ g (x - mean) of every group, (G, C). `scratch` are parts to be overwritten."""
+        """Σ g and Σ g (x - mean) of every group, (G, C). `scratch` are parts that are overwritten."""
         sums, products = [], []
         for g, values, mean, each in zip(grads, parts, self.rows(mean_GC), scratch, strict=False):
             if self.native:
-                # One example with a channel for every row: PyTorch's batch-norm backward has both sums in one pass.
+                # As one example with a channel for every row. PyTorch's batch-norm backward computes both sums in one
+                # pass.
                 rows, flat = values.shape[:3], (1, -1, self.positions)
                 centre = mean.squeeze(3).expand(rows).reshape(-1)
                 _, product, total = _ops.native_batch_norm_backward(
@@ -123,9 +125,9 @@ class Slabs:
 
 
 def far(mean: Tensor, rho: Tensor) -> bool:
-    """Whether any mean is so many deviations away from 0 that expanded forms lose digits.
+    """Whether any mean is more than FAR deviations away from 0, so that expanded forms lose digits.
 
-    To look would make other devices wait, so there the answer is always yes.
+    On other devices than the CPU the answer is always True, because reading the values would wait for the device.
     """
     return mean.device.type != "cpu" or not (mean * rho).abs_().max().item() <= FAR
 
@@ -136,7 +138,7 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
     parts = slabs.parts(cast(x, statistics_dtype(x)))
     middle = slabs.gather([slabs.mean(values) for values in parts])
     centred = slabs.centred(parts, middle)
-    # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
+    # The first mean has the rounding error of a long float32 sum. The mean of the centred values corrects it.
     missed = slabs.moments(centred, centred)
     return middle + missed.mean, missed.var
 
@@ -152,7 +154,8 @@ def forward(inputs: Inputs) -> Results:
 
     slabs = Slabs(x, statistics_batch_size)
     values = cast(x, statistics_dtype(x))
-    # The output is the base of its parts, not a view of them: autograd refuses in-place activations on views.
+    # The parts are views of the output. The output itself must not be a view: autograd refuses in-place activations
+    # on views.
     y = torch.empty_like(values)
     parts, results = slabs.parts(values), slabs.parts(y)
     observation = slabs.moments(parts, results)
@@ -161,11 +164,12 @@ def forward(inputs: Inputs) -> Results:
     if far(observation.mean, rho):
         middle = observation.mean
         centred = slabs.centred(parts, middle)
-        # The first mean carries the rounding of a long float32 sum; what it missed is the mean of the centred values.
+        # The first mean has the rounding error of a long float32 sum. The mean of the centred values corrects it.
         missed = slabs.moments(centred, results)
         observation = Moments(middle + missed.mean, missed.var)
         posterior, rho = combined()
-        # From x itself: a value near the posterior's mean may be far from x̄, and have lost its digits there.
+        # From x, not from the centred values: a value near the posterior's mean may be far from x̄, and x - x̄ then has
+        # lost digits.
         slabs.subtract(parts, posterior.mean, results)
         parts, centre = results, torch.zeros_like(centre)
     scale = rho if weight is None else rho * cast(weight, rho.dtype)
@@ -175,17 +179,17 @@ def forward(inputs: Inputs) -> Results:
         y.add_(residual)
     if relu:
         y.relu_()
-    # An op may not return one tensor twice.
+    # An op may not return the same tensor twice.
     if posterior is observation:
         posterior = Moments(observation.mean.clone(), observation.var.clone())
     return Results(cast(y, x.dtype), *posterior[:2], *observation[:2])
 
 
 def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:
-    """dx, and what exists of the gradients of residual, prior mean, prior var, gain, weight and bias, in this order.
+    """Gradients with respect to x, residual, prior mean, prior var, gain, weight and bias, as far as they exist.
 
-    Each has the shape and dtype of its input; the bias's is (bias_rows, C), in float32 or better. Under a ReLU its mask
-    comes from `results.y` where there was a residual, and from x and `inputs.bias` where there was none.
+    Each has the shape and dtype of its input. The gradient of the bias is (bias_rows, C), in float32 or float64. With a
+    residual, the mask of the ReLU comes from `results.y`. Without one, it comes from x and `inputs.bias`.
     """
     x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, _, relu = inputs
     grad_y, *grad_moments = grads
@@ -237,7 +241,7 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
 def pass_relu(
     slabs: Slabs, parts: list[Tensor], grads: list[Tensor], mean: Tensor, scale: Tensor, bias: Tensor | None
 ) -> list[Tensor]:
-    """What of the gradient a ReLU lets through, of each of the parts."""
+    """Each part of the gradient, with the mask of the ReLU applied."""
     shift = torch.zeros_like(mean[:1]) if bias is None else bias.to(mean.dtype).view(-1, slabs.channels)
     rows = (slabs.rows(t) for t in (scale, shift))
     return [
@@ -247,12 +251,12 @@ def pass_relu(
 
 
 def plus(grad: Moments, mean: Tensor | None, var: Tensor | None) -> Moments:
-    """With what else arrives, where something does."""
+    """Add further gradients, if there are any."""
     return Moments(grad.mean if mean is None else grad.mean + mean, grad.var if var is None else grad.var + var)
 
 
 def summed(grad_GC: Tensor, like: Tensor) -> Tensor:
-    """A gradient per group, summed to what was broadcast: (), (1,), (C,), (1, C) or (G, C)."""
+    """Sum a gradient per group to the shape of the input that was broadcast: (), (1,), (C,), (1, C) or (G, C)."""
     values = like.numel()
     if values < grad_GC.numel():
         grad_GC = grad_GC.sum(0, keepdim=like.dim() == 2) if values == grad_GC.shape[1] else grad_GC.sum()

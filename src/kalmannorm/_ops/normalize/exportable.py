@@ -1,6 +1,7 @@
-"""The op in plain, differentiable operations that every exporter knows: inference, torch.func, the full covariance.
+"""The op in plain, differentiable operations that every exporter knows.
 
-No custom op, so what `torch.export` sees holds no trace of this library.
+They are used for exported inference, for torch.func and for the full covariance. There is no custom op, so an exported
+program does not need this library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kalmannorm.moments.core import full_precision
 
 
 def observe_examples(x: Tensor) -> Moments:
-    """Mean and biased variance of each example by itself, (N, C), in float32 or better."""
+    """Mean and biased variance of each single example, (N, C), in float32 or float64."""
     values = x.to(statistics_dtype(x)).flatten(2) if x.dim() > 2 else x.to(statistics_dtype(x)).unsqueeze(2)
     mean = values.mean(2)
     return Moments(mean, (values - mean.unsqueeze(2)).square().mean(2))
@@ -26,7 +27,7 @@ def observe_groups(x: Tensor, size: int) -> Moments:
 
 
 def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float) -> Tensor:
-    """y = γ (x - mean) / sqrt(var + eps) + β; `size` neighbours share a row of the moments; γ, β are (C,) or (G, C)."""
+    """y = γ (x - mean) / sqrt(var + eps) + β. `size` examples share a row of the moments. γ, β are (C,) or (G, C)."""
     dtype = moments.mean.dtype
     scale = torch.rsqrt(moments.var + eps)
     if weight is not None:
@@ -48,7 +49,7 @@ def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
 
 
 def posterior_of(prior: Moments | None, observation: Moments, gain: Tensor | None) -> Moments:
-    """The posterior, in the observation's dtype; the observation itself where there is no prior."""
+    """The posterior, in the observation's dtype. Without a prior it is the observation."""
     if prior is None or gain is None:
         return observation
     dtype = observation.mean.dtype
@@ -67,7 +68,7 @@ def normalize(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
-    """Output, posterior and observation, as the op gives them."""
+    """Output, posterior and observation, as the op returns them."""
     size = group_size(x.shape[0], statistics_batch_size)
     observation = observe_groups(x, size)
     posterior = posterior_of(prior, observation, gain)
@@ -76,7 +77,7 @@ def normalize(
 
 
 def observe_covariances(x: Tensor, size: int) -> Moments:
-    """Moments of each group with their (G, C, C) covariances: full groups in one product, then a ragged last one."""
+    """Moments of each group with (G, C, C) covariances. Full groups are one product, a smaller last group a second."""
     N, C = x.shape[:2]
     full = N - N % size
     means, covs = [], []
@@ -104,7 +105,7 @@ def normalize_full(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, Moments, Moments]:
-    """Output, posterior and observation with covariances; normalizes by their diagonal."""
+    """Output, posterior and observation with covariances. Normalization uses their diagonal."""
     size = group_size(x.shape[0], statistics_batch_size)
     with full_precision(x.device):
         observation = observe_covariances(x, size)

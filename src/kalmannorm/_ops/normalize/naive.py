@@ -1,6 +1,6 @@
-"""The op, naively: a Python loop over groups, written as the equations stand. The ground truth of every test.
+"""The reference of the op: a Python loop over groups, written like the equations. All tests compare with it.
 
-Slow on purpose and differentiable by plain autograd, any number of times. It shares no code with the fast paths.
+It is slow on purpose. Plain autograd can differentiate it any number of times. It shares no code with the fast paths.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def batch_kalman_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, posterior mean and variance, observed mean and variance; arguments as in `functional`."""
+    """Output, posterior mean and variance, observed mean and variance. Arguments are those of `functional`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     N, C = x.shape[:2]
     m = statistics_batch_size or N
@@ -31,7 +31,7 @@ def batch_kalman_norm(
     for group, start in enumerate(range(0, N, m)):
 
         def row(t: Tensor | None, group: int = group) -> Tensor | None:
-            """This group's row of (C,), (1, C) or (G, C)."""
+            """The row of this group, from (C,), (1, C) or (G, C)."""
             if t is None or t.dim() < 2:
                 return t
             return t[group if t.shape[0] > 1 else 0]

@@ -1,10 +1,10 @@
-"""The op as PyTorch sees it: `kalmannorm::batch_kalman_norm`, its fake, its backward and its double backward.
+"""The registered op `kalmannorm::batch_kalman_norm`, its fake, its backward and its double backward.
 
-    y = relu(normalized + residual), with ReLU and residual if asked for
+    y = relu(normalized + residual); ReLU and residual are optional
 
-The op is functional: it returns the moments and mutates nothing, so autograd, `torch.compile(fullgraph=True)` and
-`torch.export` see one node. Its backward is an op too, with the closed form of `docs/equations.md`; the backward of
-that one differentiates the naive reference, so gradients of gradients are right though not fast.
+The op is functional: it returns the moments and mutates nothing. So autograd, `torch.compile(fullgraph=True)` and
+`torch.export` see one node. Its backward is an op too, with the closed form of `docs/equations.md`. The double backward
+differentiates the naive reference, so gradients of gradients are right but slow.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     inputs, results = Inputs(*inputs), Results(*output)
     ctx.set_materialize_grads(False)
     ctx.statistics_batch_size, ctx.eps, ctx.relu = inputs.statistics_batch_size, inputs.eps, inputs.relu
-    # The backward of a ReLU needs its mask. With a residual, y gives it. Without one, x and β do: kernels on a GPU read
-    # x anyway. On a CPU that would be another pass, and y costs none.
+    # The backward of a ReLU needs its mask. With a residual, the mask comes from y. Without one, it comes from x and β,
+    # because kernels on a GPU read x anyway. On a CPU this would need another pass, so y is used there too.
     adds = inputs.residual is not None
     ctx.by_output = ctx.relu and not adds and inputs.x.device.type == "cpu"
     keeps_y = ctx.relu and (adds or ctx.by_output)
@@ -87,7 +87,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _rows(parameter: Tensor) -> int:
-    """Of (C,) or (G, C)."""
+    """Number of rows of a parameter (C,) or (G, C)."""
     return parameter.shape[0] if parameter.dim() > 1 else 1
 
 
@@ -104,7 +104,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         Results(y, *moments),
         rows,
     )
-    # Where nothing more is differentiated and nobody traces, the dispatcher would only take time.
+    # Without a double backward and without a tracer, skip the dispatcher to save time.
     run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
     remaining = iter(run(*given.flat()))
     dx = next(remaining)
@@ -122,7 +122,7 @@ torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context
 
 
 class _Node(torch.autograd.Function):
-    """What the registered op is to autograd, without the way there, which costs as much as a small batch."""
+    """The autograd node of the op without torch's dispatcher, which costs as much as a small batch."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ class _Node(torch.autograd.Function):
 
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`batch_kalman_norm` on all of its arguments, by the shortest way."""
+    """`batch_kalman_norm` on all its arguments, through the dispatcher only if necessary."""
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (
         batch_kalman_norm(*inputs) if watched(inputs[0]) else _Node.apply(*inputs)  # type: ignore[no-untyped-call]
     )
@@ -181,7 +181,7 @@ torch.library.register_autograd(observe, _differentiate_observed, setup_context=
 
 
 def watched(x: Tensor) -> bool:
-    """Whether anything compiles, exports, traces or otherwise wants to see the op pass by."""
+    """Whether a compiler, an exporter, a tracer or a dispatch mode must see the registered op."""
     if torch.compiler.is_compiling():
         return True
     return (
@@ -199,7 +199,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Second derivatives: differentiate the naive version's gradient. The moments depend on x, which carries it all."""
+    """Second derivatives: differentiate the gradient of the naive version. It computes the moments from x again."""
     *saved, bias, mean, var, y = ctx.saved_tensors
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -236,14 +236,14 @@ def _differentiate_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[A
 
 
 def _leaf(t: Tensor) -> Tensor:
-    """A view, so that one tensor in two places counts in each; attached, so that third derivatives are right too."""
+    """A leaf for `t`. A view, so that a tensor in two places counts twice. It stays attached for third derivatives."""
     return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
 
 
 def _blocked(
     ctx: Any, x: Tensor, posterior: Moments, weight: Tensor | None, bias: Tensor | None, y: Tensor | None
 ) -> Tensor:
-    """Where the ReLU let nothing through."""
+    """The mask of values that the ReLU set to zero."""
     with torch.no_grad():
         if y is None:
             y = exportable.apply(x, posterior, weight, bias, group_size(x.shape[0], ctx.statistics_batch_size), ctx.eps)
@@ -254,7 +254,7 @@ torch.library.register_autograd(batch_kalman_norm_backward, _differentiate_backw
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """The format x lies in without gaps; `contiguous_format` where it lies in none."""
+    """The memory format in which x has no gaps, or `contiguous_format` if there is none."""
     if x.is_contiguous():
         return torch.contiguous_format
     for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):

@@ -1,9 +1,9 @@
 """How the Triton kernels are launched: which path, which tiles, how many programs share a group.
 
-Chosen by shape alone, so that equal inputs run the same way and give equal bits. The rules are what a sweep over tiles,
-warps and shares found on an H200, for the shapes of common nets (`benchmarks/launches.py`), and for large tensors also
-with the backward behind the forward (`--both`); thresholds are programs, or tiles of 64 × 64 values, for each of the
-GPU's processors. Below 0.9 programs some processors have nothing to do; from 1.8 all have two.
+Only the shape decides, so equal inputs run the same way and give equal bits. The rules come from a sweep over tiles,
+warps and shares on an H200, for the shapes of common networks (`benchmarks/launches.py`). For large tensors the sweep
+also timed forward and backward together (`--both`). Thresholds are programs, or tiles of 64 × 64 values, per processor
+of the GPU. Below 0.9 programs some processors are idle. From 1.8 on each has two.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.grid import blocks_of, power
 
 HELD = 512
-"""Positions of a group that one program holds in registers, in channels_last, unless wide tiles keep the GPU busy."""
+"""Most positions of a group that one program holds in registers, in channels_last, unless wide tiles fill the GPU."""
 LONGEST = 2048
-"""Positions of a group that one program sees to alone, in channels_last, even where that keeps half the GPU busy."""
+"""Most positions of a group for one program alone, in channels_last, even if only half the GPU is busy then."""
 SHORT = 16
-"""Chunks of a group that few programs go through alone, in contiguous x."""
+"""Most chunks of a group for one program alone, in contiguous x, if there are few programs."""
 LARGE = 64
-"""Tiles for each processor, from which on tensors are far larger than the cache."""
+"""Tiles per processor. From this number on tensors are far larger than the cache."""
 LEAST = 12800
-"""Values of each program, before groups are shared by twice as many."""
+"""Fewest values per program. With fewer values, fewer programs share a group."""
 MOST_SPLITS = 256
-"""Shares of a group, which one program merges."""
+"""Most shares of a group that one program merges."""
 MOST_MERGED = 512
-"""The same, counting each of the positions abreast."""
+"""Most shares that one program merges, if each of the K positions in a row counts as one."""
 FRESH = 64
-"""Values of a lane that are summed relative to its first."""
+"""Most values of a lane that are summed relative to its first value."""
 
 
 class Shape(NamedTuple):
-    """x as the kernels see it: N examples of C channels at L positions, in groups of m."""
+    """The shape of x for the kernels: N examples with C channels at L positions, in groups of m."""
 
     N: int
     C: int
@@ -59,33 +59,33 @@ class Shape(NamedTuple):
         return self.N * self.C * self.L
 
     def chunks(self, BR: int) -> int:
-        """Of BR positions of a group; where x is contiguous, they end where an example does."""
+        """Number of chunks of BR positions in a group. In contiguous x no chunk crosses the end of an example."""
         return blocks_of(self.slab, BR) if self.channels_last else blocks_of(self.L, BR) * self.m
 
     @property
     def filling(self) -> int:
-        """How many positions make a row of whole tiles, 64 channels wide, in channels_last.
+        """The number of positions whose channels fill whole tiles, 64 columns wide, in channels_last.
 
-        One where examples end within such a row, and in contiguous x.
+        It is 1 if an example would end inside such a row, and in contiguous x.
         """
         K = 64 // math.gcd(self.C, 64)
         return K if self.channels_last and self.L % K == 0 else 1
 
     def abreast(self, K: int) -> Shape:
-        """As tiles see x in channels_last, where K positions are one row."""
+        """The shape of channels_last x if K positions form one row."""
         return self._replace(C=self.C * K, L=self.L // K)
 
     @property
     def vector(self) -> int:
-        """Up to 16 neighbours, a power of two, that every row holds a whole number of times."""
+        """The largest power of two, up to 16, that divides the length of a row."""
         inner = self.C if self.channels_last else self.L
         return min(inner & -inner, 16)
 
 
 class Launch(NamedTuple):
-    """Tiles of BR rows × BC columns; `splits` programs share a group, 0 for one program that does all of it.
+    """Tiles of BR rows × BC columns. `splits` programs share a group; 0: one program computes it alone.
 
-    A row is a position, and a column a channel; but where groups are shared, K positions abreast may be one row.
+    A row is a position, and a column is a channel. If groups are shared, K positions may form one row.
     """
 
     BR: int
@@ -96,32 +96,32 @@ class Launch(NamedTuple):
     K: int = 1
 
     def even(self, shape: Shape) -> bool:
-        """Whether tiles cover every group without rest."""
+        """Whether full tiles cover every group exactly."""
         shape = shape.abreast(self.K)
         rest = shape.N % shape.m or shape.C % self.BC
         return not rest and (shape.slab if shape.channels_last else shape.L) % self.BR == 0
 
     @property
     def held(self) -> bool:
-        """Whether a group is one tile of one program."""
+        """Whether one tile of one program holds a group."""
         return self.splits == 0 and self.chunks == 1
 
     @property
     def once(self) -> bool:
-        """Whether the lanes of a program are merged but once, which saves it the registers for more.
+        """Whether the lanes of a program are merged only once. This lowers register pressure.
 
-        Every program has a chunk: `launch_of` makes no more shares than there are chunks.
+        Every program has a chunk, because `launch_of` makes no more shares than there are chunks.
         """
         return blocks_of(self.chunks, max(self.splits, 1)) <= FRESH
 
     @property
     def merged(self) -> int:
-        """Shares of a group that a program loads at a time."""
+        """The number of shares of a group that a program loads at a time."""
         return min(power(self.splits * self.K), 32)
 
     @property
     def stages(self) -> int:
-        """Of loops: what is computed, and tiles on their way into shared memory."""
+        """Pipeline stages of loops: the tile that is computed, and tiles that are copied into shared memory."""
         return 4 if self.splits else 3
 
 
@@ -133,7 +133,7 @@ def shape_of(x: Tensor, statistics_batch_size: int) -> Shape:
 def _shape(sizes: torch.Size, contiguous: bool, statistics_batch_size: int) -> Shape:
     examples, channels = sizes[:2]
     positions = sizes[2:].numel()
-    # With one position the two layouts are the same memory, and rows of channels are the ones that vectorise.
+    # With one position both layouts are the same in memory. Rows of channels vectorise.
     channels_last = positions == 1 or not contiguous
     size = min(group_size(examples, statistics_batch_size), examples)
     return Shape(examples, channels, positions, size, channels_last)
@@ -143,7 +143,7 @@ def _shape(sizes: torch.Size, contiguous: bool, statistics_batch_size: int) -> S
 def launch_for(
     shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
 ) -> Launch:
-    """`residual` is one more tensor each way; `wide` is float32, of which half as much fits anywhere."""
+    """The launch for a shape. `residual`: one more tensor is read or written. `wide`: float32, so half as much fits."""
     how = None
     if shape.channels_last:
         if not _ragged(shape, processors, backward):
@@ -156,14 +156,14 @@ def launch_for(
 
 
 def observing(shape: Shape, processors: int, *, wide: bool = False) -> Launch:
-    """For the first of the streamed launches alone: tiles that are copied ahead, however small a group is."""
+    """The launch that only observes, the first of the streamed launches. Tiles are prefetched even for small groups."""
     how = _shared(shape, processors, backward=False, residual=False)
     how = _halved(shape, how) if wide and not how.held else how
     return how._replace(splits=max(how.splits, 1))
 
 
 def _forward_alone(shape: Shape, processors: int) -> Launch | None:
-    """One program for a group and a block of channels, in channels_last; none where that left the GPU idle."""
+    """One program per group and block of channels, in channels_last. None if that would leave the GPU idle."""
     rows = power(shape.slab)
     if rows > LONGEST:
         return None
@@ -178,7 +178,7 @@ def _forward_alone(shape: Shape, processors: int) -> Launch | None:
 
 
 def _backward_alone(shape: Shape, processors: int) -> Launch | None:
-    """As `_forward_alone`. Long groups too, where there are enough: two looks by one program cost less than shares."""
+    """As `_forward_alone`. If there are enough programs, long groups too: reading twice costs less than sharing."""
     rows = power(shape.slab)
     by_64, by_32, by_16 = (_programs(shape, BC) / processors for BC in (64, 32, 16))
     if rows < HELD:
@@ -197,7 +197,7 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
 
 
 def _alone_rows(shape: Shape) -> int:
-    """Positions of a tile in contiguous x: as long as rows are, but short enough for copies to run ahead."""
+    """Positions of a tile in contiguous x: as long as a row, but short enough for prefetching."""
     BR = min(power(shape.L), 1024)
     while BR > 64 and 1 < shape.chunks(BR) < 8:
         BR //= 2
@@ -217,7 +217,7 @@ def _contiguous_alone(shape: Shape, processors: int, backward: bool) -> Launch |
 
 
 def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> Launch:
-    """Many programs for a group. Wide tiles read whole lines of memory; narrow ones leave fewer shares to merge."""
+    """Several programs per group. Wide tiles read whole cache lines. Narrow tiles leave fewer shares to merge."""
     if not shape.channels_last:
         BR = min(power(shape.L), 256)
         if not backward and BR == 256 and 3 <= _tiles(shape, processors) < 8:
@@ -233,16 +233,16 @@ def _shared(shape: Shape, processors: int, backward: bool, residual: bool) -> La
         return _large(shape, processors)
     if backward:
         return _split(shape, 32, 64, processors, each=2)
-    # What a tile and its residual take of the cache decides here, and the other way round where groups are many.
+    # The cache use of a tile and its residual decides here. With many groups the choice is reversed.
     low = tiles < 16 or one == residual
     return _split(shape, 32 if low else 64, 64, processors, each=2 if one else 4)
 
 
 def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
-    """Several positions as one row, where channels alone leave tiles partly empty.
+    """Several positions as one row, if the channels alone would leave tiles partly empty.
 
-    None where they do not, or where there would be more to merge than is won. The fewer tiles a program has, the more
-    programs must be on a processor at once, so that one works while another merges.
+    None if they would not, or if merging would cost more than this saves. The fewer tiles a program has, the more
+    programs must run on a processor, so that one computes while another merges.
     """
     K, tiles, one = shape.filling, _tiles(shape, processors), shape.groups == 1
     if K == 1 or tiles < (16 if one else 8):
@@ -261,14 +261,14 @@ def _abreast(shape: Shape, processors: int, backward: bool) -> Launch | None:
         splits = max(6 * processors // programs, 2)
         warps = 8 if shape.abreast(K).chunks(BR) >= 16 * splits else 4
     splits = min(splits, MOST_SPLITS)
-    # What a program merges is to be no more than twice what it reads of x.
+    # A program should merge at most twice as many values as it reads of x.
     most = min(MOST_MERGED, math.isqrt(shape.slab // 2))
     how = launch_of(shape, BR, 64, splits, warps, K)
     return how if how.K > 1 and splits * K <= most else None
 
 
 def _large(shape: Shape, processors: int) -> Launch:
-    """Wide tiles even where channels leave a part of them empty; and where groups fill the GPU, two halves of each."""
+    """Wide tiles, even if channels leave them partly empty. If the groups fill the GPU, two programs share each."""
     BC = min(power(shape.C), 64)
     programs, each = _programs(shape, BC), 2 if shape.groups == 1 else 4
     splits = 2 if programs >= 0.9 * processors else min(each * processors // programs, MOST_SPLITS)
@@ -276,15 +276,15 @@ def _large(shape: Shape, processors: int) -> Launch:
 
 
 def _held(shape: Shape, BC: int, each: int) -> Launch:
-    """A tile of BC channels, and threads that hold so many of its values each."""
+    """One tile of BC channels holds a group. Each thread holds `each` values."""
     BC, rows = min(power(shape.C), BC), power(shape.slab)
     return launch_of(shape, rows, BC, 0, min(max(rows * BC // (32 * each), 1), 16))
 
 
 def _halved(shape: Shape, how: Launch) -> Launch:
-    """Half as many values in each thread, or in each tile that is large."""
+    """Half as many values per thread, or per tile if tiles are large."""
     if how.held:
-        # Values that are loaded one by one take more registers.
+        # Values that are loaded one by one need more registers.
         BC = max(how.BC // 2, 1) if shape.vector == 1 else how.BC
         return how._replace(BC=BC, warps=min(2 * how.warps, 16))
     return launch_of(shape, how.BR // 2, *how[1:3], how.warps, how.K) if how.BR * how.BC >= 2048 else how
@@ -295,7 +295,7 @@ def _tiles(shape: Shape, processors: int) -> float:
 
 
 def _ragged(shape: Shape, processors: int, backward: bool) -> bool:
-    """Whether to share groups because their last block of channels is not full, though they would fill the GPU."""
+    """Whether to share groups although they fill the GPU, because their last block of channels is not full."""
     tiles = _tiles(shape, processors)
     if shape.C % 64 == 0 or tiles < 16 or power(shape.slab) <= HELD:
         return False
@@ -309,10 +309,10 @@ def _programs(shape: Shape, BC: int) -> int:
 
 
 def _split(shape: Shape, BR: int, BC: int, processors: int, *, each: int) -> Launch:
-    """At most so many programs on each processor, unless groups are more than that."""
+    """At most `each` programs per processor, unless there are more groups than that."""
     if shape.channels_last:
         values = BR * BC
-        BC = min(32 if shape.C % 64 else BC, BC, power(shape.C))  # of 96 channels, 64 would leave half of a tile empty
+        BC = min(32 if shape.C % 64 else BC, BC, power(shape.C))  # for C = 96, BC = 64 leaves half a tile empty
         BR = min(values // BC, power(shape.slab))
     else:
         BC = min(BC, power(shape.C))

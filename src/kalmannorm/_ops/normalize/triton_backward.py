@@ -1,11 +1,11 @@
 """The backward of `triton_forward.py`: reduce, filter and apply, streamed or on chip, and the sums over groups.
 
-With S0 = Σ g and S1 = ρ Σ g (x - mean) of each group, the filter's own backward gives the gradients at its observation,
-and from these dx = γρ g + b (x - mean) + c is linear in g and x: docs/equations.md. All is relative to the posterior's
-mean, as the output is: a value near it may be far from x̄, and would lose its digits there.
+Each group has S0 = Σ g and S1 = ρ Σ g (x - mean). From these the backward of the filter computes the gradients with
+respect to the observation. Then dx = γρ g + b (x - mean) + c is linear in g and x (docs/equations.md). All is relative
+to the posterior's mean, like the output: a value near it may be far from x̄, and x - x̄ would lose digits.
 
-Behind a residual and a ReLU, the output tells what came through. What of g does is a result too, so the first pass
-writes it and the second reads that, in the place of g and of the output.
+With a residual and a ReLU, the output is the mask. The masked g is also the gradient of the residual. So the first pass
+writes it, and the second pass reads it instead of g and the output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kalmannorm._ops.triton_shared import await_previous, update_backward
 
 @triton.jit
 def gradient_at(g_ptr, within, mask, away, scale, bias, RELU: tl.constexpr):
-    """What arrives; before a ReLU that x - mean tells of, nothing where that let nothing through."""
+    """Load g. If RELU, apply the mask of the ReLU, which is computed from `away` = x - mean."""
     g = tl.load(g_ptr + within, mask=mask, other=0.0).to(tl.float32)
     if RELU:
         g = tl.where(away * scale[None, :] + bias[None, :] <= 0.0, 0.0, g)
@@ -39,7 +39,7 @@ def gradient_at(g_ptr, within, mask, away, scale, bias, RELU: tl.constexpr):
 
 @triton.jit
 def came_through(g, y_ptr, within, mask):
-    """What of g came through a ReLU behind a residual, whose output tells."""
+    """g with the mask of a ReLU after a residual. The mask is the sign of the output."""
     y = tl.load(y_ptr + within, mask=mask, other=0.0).to(tl.float32)
     return tl.where(y <= 0.0, 0.0, g)
 
@@ -58,7 +58,7 @@ def load_filter(
     C, weight_row, prior_mean_row, prior_var_row, gain_step,
     PRIOR: tl.constexpr, WEIGHT: tl.constexpr, AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr,
 ):  # fmt: skip
-    """All rows that `settle` needs, asked for together and early: waiting for them is what takes time."""
+    """All rows that `settle` needs. They are loaded together and early, because their latency dominates."""
     row = group.to(tl.int64) * C + channel
     mean = tl.load(mean_ptr + row, mask=in_c, other=0.0)
     var = tl.load(var_ptr + row, mask=in_c, other=1.0)
@@ -72,7 +72,7 @@ def load_filter(
     grad_var = load_row(grad_var_ptr, row, in_c, 0.0, AT_POSTERIOR)
     grad_observed_mean = load_row(grad_observed_mean_ptr, row, in_c, 0.0, AT_OBSERVATION)
     grad_observed_var = load_row(grad_observed_var_ptr, row, in_c, 0.0, AT_OBSERVATION)
-    # One by one: tuples inside tuples are more than Triton 3.2 takes.
+    # A flat tuple: Triton 3.2 does not support nested tuples.
     return (
         mean, var, weight, observed_mean, observed_var, prior_mean, prior_var, q,
         grad_mean, grad_var, grad_observed_mean, grad_observed_var,
@@ -86,7 +86,10 @@ def settle(
     d_weight_ptr, d_bias_ptr, d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
     N, C, L, m, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From a group's Σ g and Σ g (x - mean): rows for parameters, stored where `mine`; slope b and constant c of dx."""
+    """From a group's Σ g and Σ g (x - mean): store the gradient rows of parameters where `mine` is true.
+
+    Return slope b and constant c of dx.
+    """
     row = group.to(tl.int64) * C + channel
     scale = rho * weight
     sum_gx *= rho
@@ -118,7 +121,7 @@ def backward_kernel(
     RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """On chip: dx of one group and BC channels, and its rows (G, C) for the parameters."""
+    """On chip: dx of one group and BC channels, and the group's gradient rows (G, C) of the parameters."""
     await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
@@ -153,8 +156,8 @@ def backward_kernel(
     arriving_ptr = g_ptr
     if RESIDUAL:
         arriving_ptr = d_residual_ptr
-        # Which thread holds which value is up to the compiler, for each store and load by itself: what one thread wrote
-        # above, another may read below.
+        # The compiler assigns values to threads separately for each load and store. So a thread may read below a value
+        # that another thread wrote above.
         tl.debug_barrier()
     for turn in tl.range(0, chunks, num_stages=STAGES):
         start, within, valid = tile_at(chunks - 1 - turn, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
@@ -173,7 +176,10 @@ def backward_reduce_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: Σ g, Σ g (x - mean) of a share of a group's chunks, (2, S, G, K, C); the residual's gradient."""
+    """Streamed, first launch: Σ g and Σ g (x - mean) of a group's shares, (2, S, G, K, C).
+
+    It also writes the gradient of the residual.
+    """
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
@@ -215,9 +221,9 @@ def backward_apply_kernel(
     BIAS: tl.constexpr, TO_BIAS: tl.constexpr, RELU: tl.constexpr, AT_POSTERIOR: tl.constexpr,
     AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, second: the filter's backward, whose rows (G, C) the first program of a group stores, and dx.
+    """Streamed, second launch: the filter's backward and dx. The first program of a group stores its rows (G, C).
 
-    Behind a residual and a ReLU, g is what came through.
+    With a residual and a ReLU, g is already masked.
     """
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
@@ -260,7 +266,7 @@ def backward_apply_kernel(
 
 @triton.jit
 def sum_rows(source_ptr, target_ptr, G, C, channel, BG: tl.constexpr, BC: tl.constexpr, GIVEN: tl.constexpr):
-    """One parameter's rows (G, C) summed in fixed order: (C,), in the parameter's own dtype."""
+    """Sum one parameter's rows (G, C) in fixed order to (C,), in the dtype of the parameter."""
     if GIVEN:
         in_c = channel < C
         lanes = tl.zeros([BG, BC], tl.float32)
@@ -276,7 +282,7 @@ def sum_over_groups_kernel(
     source_0, source_1, source_2, source_3, source_4, target_0, target_1, target_2, target_3, target_4,
     G, C, COUNT: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The rows of COUNT parameters summed over the groups, each by programs of its own."""
+    """Sum the rows of COUNT parameters over groups. Each parameter has its own programs."""
     await_previous(PDL)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     parameter = tl.program_id(1)

@@ -1,21 +1,22 @@
-"""The op as Triton kernels; imported on the CUDA path only. The backward: `triton_backward.py`.
+"""The op as Triton kernels. It is imported on the CUDA path only. The backward is in `triton_backward.py`.
 
-x (N, C, L) is read in tiles of BR positions × BC channels, in the order it lies: channels_last tiles cross examples,
-because the rows of a group follow each other in memory; contiguous ones stay inside an example. Streamed, K positions
-may lie abreast in a row of a channels_last tile (`in_rows`). Each of a tile's BR
-lanes sums how far so many values are from the first of them, and the squares of that; lanes, tiles and programs are
-merged in fixed order (Chan): nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter
-are float32.
+x (N, C, L) is read in tiles of BR positions × BC channels, in memory order. A channels_last tile may contain several
+examples, because the rows of a group are adjacent in memory. A contiguous tile stays inside one example. On the
+streamed path, K positions may form one row of a channels_last tile (`in_rows`). Each of the BR lanes of a tile sums
+the differences of its values from its first value, and their squares. Lanes, tiles and programs are merged in fixed
+order (Chan). So nothing cancels where |mean| ≫ σ, and equal inputs give equal bits. Statistics and filter are float32.
+
+B is the size of x in bytes.
 
     streamed    reduce -> filter and apply     many programs share a group: 3B forward, 5B backward
-    on chip     one program per group and channel block: 2B and 3B, for its second look comes from the cache
-    held        the same where a group's tile stays in registers: `triton_on_chip.py`
+    on chip     one program per group and channel block: 2B and 3B, because the second read comes from the cache
+    held        the same, but a group's tile stays in registers: `triton_on_chip.py`
 
-Loops have STAGES of copies into shared memory under way, so that a few programs keep the memory busy. Whatever looks a
-second time goes the other way: what was read last is what the cache still has.
+Loops prefetch tiles into shared memory in STAGES, so that a few programs keep the memory busy. The second read runs in
+reverse order, because the values that were read last are still in the cache.
 
-With a ReLU, its mask is not stored: the backward computes (x - mean)·scale + β > 0 again. With a residual, which is
-added before the ReLU, the sign of the saved output is the mask.
+The mask of a ReLU is not stored. The backward computes (x - mean)·scale + β > 0 again. A residual is added before the
+ReLU. Then the sign of the saved output is the mask.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kalmannorm._ops.normalize import tiling
 from kalmannorm._ops.triton_shared import await_previous, sum_of_products, update
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
-"""Sizes that change with the batch: a new value must not build a kernel anew."""
+"""Sizes that change with the batch. A new value must not recompile a kernel."""
 FRESH = tl.constexpr(tiling.FRESH)
 
 
 @triton.jit
 def in_vectors(C, L, V: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """C and L as they are; but the compiler sees that V divides the one that a row of x is long, and loads as wide."""
+    """C and L, unchanged. The compiler sees that V divides the length of a row of x, and emits vector loads."""
     if CHANNELS_LAST:
         C = C // V * V
     else:
@@ -43,10 +44,10 @@ def in_vectors(C, L, V: tl.constexpr, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def in_rows(C, L, V: tl.constexpr, K: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """C, and x as tiles see it where K positions lie abreast in a row: columns of a row, and rows of an example.
+    """C, then the columns of a row and the rows of an example, if K positions form one row.
 
-    So channels that are no multiple of a tile's width fill all of it. What is found of a channel in each of its K
-    columns is merged as if programs had shared it.
+    So tiles are full even if the number of channels is no multiple of their width. The K columns of a channel are
+    merged like shares of K programs.
     """
     if K == 1:
         C, L = in_vectors(C, L, V, CHANNELS_LAST)
@@ -62,14 +63,14 @@ def channel_at(column, C, K: tl.constexpr):
 
 @triton.jit
 def channels_of(block, C, BC: tl.constexpr, EVEN: tl.constexpr):
-    """The channels [BC] of a block, and which of them there are; where tiles are even, the compiler knows: all."""
+    """The channels [BC] of a block, and the mask of those that exist. With even tiles the mask is a constant."""
     channel = block * BC + tl.arange(0, BC)
     return channel, tl.full([BC], 1, tl.int1) if EVEN else channel < C
 
 
 @triton.jit
 def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr):
-    """Where a group's chunk begins in x, offsets [BR, BC] from there, and which of its lanes hold a value [BR]."""
+    """The start of a group's chunk in x, offsets [BR, BC] from it, and the mask of lanes with a value [BR]."""
     lane = tl.arange(0, BR)
     first = (group * m).to(tl.int64)
     if CHANNELS_LAST:
@@ -88,9 +89,10 @@ def tile_at(chunk, group, channel, N, C, L, m, BR: tl.constexpr, CHANNELS_LAST: 
 
 @triton.jit
 def place(program, C, splits, BC: tl.constexpr):
-    """Which group, share of its chunks and block of channels; on one axis, for the others end at 65535 programs.
+    """The group, the share of its chunks and the block of channels of a program.
 
-    A share is every `splits`-th chunk, so that programs that run together read what lies together.
+    The grid has one axis, because the others are limited to 65535 programs. A share is every `splits`-th chunk, so
+    that programs that run at the same time read adjacent memory.
     """
     blocks = tl.cdiv(C, BC)
     return program // blocks // splits, program // blocks % splits, program % blocks
@@ -98,7 +100,7 @@ def place(program, C, splits, BC: tl.constexpr):
 
 @triton.jit
 def merge_lanes(count, mean, squares):
-    """Lanes [BR], [BR, BC], [BR, BC] into one row: how many values, their mean, their sum of squared deviations."""
+    """Merge lanes [BR], [BR, BC], [BR, BC] into one row: count, mean and sum of squared deviations."""
     total = tl.sum(count, 0)
     safe = tl.maximum(total, 1.0)
     merged = sum_of_products(mean, count[:, None], 0) / safe
@@ -108,7 +110,7 @@ def merge_lanes(count, mean, squares):
 
 @triton.jit
 def gather(x, valid, count, base, sums, squares, EVEN: tl.constexpr):
-    """One more value for every valid lane: how far it is from the lane's first one, and the square of that."""
+    """Add one value to every valid lane: its difference from the lane's first value, and the square of this."""
     if not EVEN:
         base = tl.where((count == 0.0)[:, None], x, base)
     away = tl.where(valid[:, None], x - base, 0.0)
@@ -117,21 +119,21 @@ def gather(x, valid, count, base, sums, squares, EVEN: tl.constexpr):
 
 @triton.jit
 def less(squares, part):
-    """Squares without a part of them, not below 0, as rounding might have it. A NaN stays one, and infinity too."""
+    """`squares - part`, but not below 0 because of rounding. NaN and infinity stay."""
     rest = squares - part
     return tl.where(squares < float("inf"), tl.where(rest < 0.0, 0.0, rest), squares)
 
 
 @triton.jit
 def merge_gathered(count, base, sums, squares):
-    """What `gather` found, as one row: how many values, their mean, their sum of squared deviations."""
+    """Merge the results of `gather` into one row: count, mean and sum of squared deviations."""
     each = sums / tl.maximum(count, 1.0)[:, None]
     return merge_lanes(count, base + each, less(squares, each * sums))
 
 
 @triton.jit
 def merge_rows(count, mean, squares, other_count, other_mean, other_squares):
-    """Two rows as one: how many values, their mean, their sum of squared deviations."""
+    """Merge two rows: count, mean and sum of squared deviations."""
     total = count + other_count
     share = other_count / tl.maximum(total, 1.0)
     away = other_mean - mean
@@ -143,7 +145,10 @@ def gathered(
     x_ptr, first, end, step, group, channel, in_c, N, C, L, m,
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same of chunks up to `end`, the first of which is there, in sums that are merged once."""
+    """Count, mean and squared deviations of chunks from `first` to `end`. Lanes are merged once.
+
+    The chunk `first` must exist.
+    """
     start, within, valid = tile_at(first, group, channel, N, C, L, m, BR, CHANNELS_LAST, EVEN)
     base = tl.load(x_ptr + start + within, mask=valid[:, None] & in_c[None, :], other=0.0).to(tl.float32)
     count = valid.to(tl.float32)
@@ -162,10 +167,10 @@ def observed(
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr,
     ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Every `step`-th chunk of a group from `first` on: how many values, their mean, their squared deviations.
+    """Count, mean and squared deviations of every `step`-th chunk of a group from `first` on.
 
-    Sums relative to a lane's first value lose digits with every value more, where that one is unlike the others. So
-    after FRESH chunks lanes are merged, and begin anew; ONCE tells that there are no more.
+    If a lane's first value is unlike the others, sums relative to it lose digits with every further value. So lanes
+    are merged and restarted after FRESH chunks. ONCE: there are at most FRESH chunks.
     """
     if ONCE:
         return gathered(
@@ -183,7 +188,7 @@ def observed(
 
 @triton.jit
 def load_row(pointer, offset, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
-    """Parameters as float32; `fill` where there are none."""
+    """A row of parameters as float32, or `fill` if there is no parameter."""
     if GIVEN:
         return tl.load(pointer + offset, mask=mask, other=fill).to(tl.float32)
     return tl.full(offset.shape, fill, tl.float32)
@@ -191,7 +196,7 @@ def load_row(pointer, offset, mask, fill: tl.constexpr, GIVEN: tl.constexpr):
 
 @triton.jit
 def activated(z, RELU: tl.constexpr):
-    """A NaN stays one, as in `torch.relu`."""
+    """ReLU, if RELU. NaN stays NaN, as in `torch.relu`."""
     return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) if RELU else z
 
 
@@ -200,7 +205,7 @@ def load_prior(
     prior_mean_ptr, prior_var_ptr, gain_ptr, group, channel, in_c,
     prior_mean_row, prior_var_row, gain_step, PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """Prior mean and variance and the gain, to be asked for early: waiting for them is what takes time."""
+    """Prior mean and variance and the gain. Load them early, because their latency dominates."""
     wide = group.to(tl.int64)
     prior_mean = load_row(prior_mean_ptr, wide * prior_mean_row + channel, in_c, 0.0, PRIOR)
     prior_var = load_row(prior_var_ptr, wide * prior_var_row + channel, in_c, 1.0, PRIOR)
@@ -212,7 +217,7 @@ def settle(
     total, mean, squared, prior_mean, prior_var, q, group, channel, mine,
     mean_ptr, var_ptr, observed_mean_ptr, observed_var_ptr, C, PRIOR: tl.constexpr,
 ):  # fmt: skip
-    """A group's observation and, after the filter, its posterior, both stored where `mine`; returns the posterior."""
+    """Store a group's observation and posterior where `mine` is true. Return the posterior."""
     var = squared / total
     row = group.to(tl.int64) * C + channel
     tl.store(observed_mean_ptr + row, mean, mask=mine)
@@ -233,7 +238,7 @@ def forward_kernel(
     EVEN: tl.constexpr, ONCE: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """On chip: the whole forward of one group and BC channels."""
+    """On chip: the whole forward for one group and BC channels."""
     await_previous(PDL)
     C, L = in_vectors(C, L, V, CHANNELS_LAST)
     group = tl.program_id(0) % G
@@ -267,7 +272,7 @@ def reduce_kernel(
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, first: mean and squared deviations (2, S, G, K, C) of a share of a group; rows of it (S, G)."""
+    """Streamed, first launch: mean and squared deviations (2, S, G, K, C) and row count (S, G) of a group's shares."""
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.program_id(0), columns, splits, BC)
@@ -286,10 +291,10 @@ def reduce_kernel(
 
 @triton.jit
 def shares_at(start, group, channel, in_c, G, C, splits, K: tl.constexpr, BS: tl.constexpr):
-    """BS shares of a group, K of each split: whose they are, offsets [BC, BS] in partial sums, which are there.
+    """BS shares of a group, K per split: their splits, offsets [BC, BS] in the partial sums, and the mask.
 
-    Channels come first, across to x: a row summed over shares would otherwise bring its layout along, and every tile of
-    x would go through shared memory to be stored.
+    Channels are the first axis, unlike in tiles of x. Otherwise the row that is summed over shares would impose its
+    layout on x, and every tile of x would pass through shared memory before it is stored.
     """
     share = start + tl.arange(0, BS)
     split = share // K
@@ -301,7 +306,7 @@ def shares_at(start, group, channel, in_c, G, C, splits, K: tl.constexpr, BS: tl
 def merge_shares(
     partial_ptr, count_ptr, group, channel, in_c, G, C, splits, K: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr
 ):  # fmt: skip
-    """A group's shares as one, BS at a time: how many values, their mean, their sum of squared deviations."""
+    """Merge a group's shares, BS at a time: count, mean and sum of squared deviations."""
     base = tl.load(partial_ptr + group.to(tl.int64) * (C * K) + channel, mask=in_c, other=0.0)
     squares_ptr = partial_ptr + tl.full([], splits, tl.int64) * G * (C * K)
     counts = tl.zeros([BS], tl.float32)
@@ -325,7 +330,7 @@ def observe_kernel(
     partial_ptr, count_ptr, mean_ptr, var_ptr, G, C, splits,
     K: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """After `reduce_kernel`, where nothing is to be normalized: the observation."""
+    """After `reduce_kernel`, if nothing is normalized: the observation."""
     await_previous(PDL)
     group = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -346,7 +351,7 @@ def apply_kernel(
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, BS: tl.constexpr, PRIOR: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Streamed, second: the filter, which all programs of a group compute and its first one stores, and y."""
+    """Streamed, second launch: filter and y. All programs of a group compute the filter, and the first stores it."""
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
     group, split, block = place(tl.num_programs(0) - 1 - tl.program_id(0), columns, splits, BC)

@@ -1,7 +1,7 @@
-"""The op where all values of a group, in a block of channels, stay in the registers of one program: read once.
+"""The op for small groups: all values of a group and a block of channels stay in registers and are read once.
 
-One tile of BR positions holds a whole group. Arguments are those of `forward_kernel` and `backward_kernel`, which go
-through a group chunk by chunk; mean and deviations are exact two-pass sums here.
+One tile of BR positions holds a whole group. Arguments are those of `forward_kernel` and `backward_kernel`, which read
+a group chunk by chunk. Here mean and deviations are exact two-pass sums.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def held_backward_kernel(
     if RELU:
         shut = (held.to(tl.float32) - mean[None, :]) * scale[None, :] + bias[None, :] <= 0.0
     if RELU or RESIDUAL:
-        g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # the same values, or zero
+        g = tl.where(shut, 0.0, g.to(tl.float32)).to(g_ptr.dtype.element_ty)  # values of g or zero, so no rounding
     if RESIDUAL:
         tl.store(d_residual_ptr + start + within, g, mask=mask)
     slope, constant = settle_gradient(

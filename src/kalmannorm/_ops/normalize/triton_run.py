@@ -1,7 +1,7 @@
-"""The op on Triton's kernels, forward and backward, with the arguments and results of `aten.py`.
+"""The op with Triton kernels, forward and backward, with the arguments and results of `aten.py`.
 
-Launches: forward 1 on chip, 2 streamed; backward 1 or 2, one more to sum the parameters' rows over groups, and one for
-a gain that is a single number. Gradients come in the shapes and dtypes of what was given.
+Launches of a forward: 1 on chip, 2 streamed. Launches of a backward: 1 or 2, one more to sum the rows of parameters
+over groups, and one more if the gain is a single number. Gradients have the shapes and dtypes of the inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forward(inputs: Inputs) -> Results:
     parameters, row_strides = laid_out(weight, bias, prior_mean, prior_var, gain)
     launches = forward_launches(shape, how, x.device, row_strides, eps, relu, adds)
     y = torch.empty_like(x)
-    # One by one, because what an op returns may not share memory.
+    # Separate tensors, because results of an op may not share memory.
     mean = torch.empty((shape.groups, shape.C), device=x.device, dtype=torch.float32)
     moments = mean, torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(mean)
     if how.splits == 0:
@@ -86,7 +86,7 @@ def partial_sums(shape: Shape, how: Launch, device: torch.device) -> Tensor:
 
 
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
-    """As `aten.observe`: the first of the streamed launches, and one that merges the shares."""
+    """As `aten.observe`: the first of the streamed launches, then a launch that merges the shares."""
     shape = shape_of(x, statistics_batch_size)
     how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
     G, C = shape.groups, shape.C
@@ -151,7 +151,7 @@ def backward_launches(
     arrived: tuple[bool, bool],
 ) -> tuple[Ready, ...]:
     sizes, rows = (shape.N, shape.groups, *shape[1:4]), row_strides.numbers
-    # With a residual the output tells what a ReLU let through.
+    # With a residual, the mask of the ReLU comes from the output.
     affine = {
         "WEIGHT": row_strides.weight is not None,
         "BIAS": row_strides.bias is not None,
@@ -185,19 +185,19 @@ def tile_of(shape: Shape, how: Launch, device: torch.device) -> dict[str, Any]:
 
 
 class Room(NamedTuple):
-    """Where the kernels leave a parameter's gradient, a row per group (G, C), and the gradient in its own shape."""
+    """Memory for a parameter's gradient: rows per group (G, C), which kernels write, and the final gradient."""
 
     rows: Tensor | None
     result: Tensor | None
     sums_rows: bool
-    """Whether `result` is yet to be summed from the rows; else it is a view of them, or a single number."""
+    """Whether `result` must still be summed from the rows. Otherwise it is a view of the rows, or a single number."""
 
 
 NO_ROOM = Room(None, None, False)
 
 
 def room_for(parameter: Tensor | None, like: Tensor) -> Room:
-    """`like` are rows (G, C) in float32."""
+    """The room of a parameter. `like` has rows (G, C) in float32."""
     return NO_ROOM if parameter is None else room_of(parameter.shape, parameter.dtype, like)
 
 
@@ -211,7 +211,7 @@ def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
 
 
 def sum_over_groups(rooms: Sequence[Room]) -> None:
-    """Sum what is yet to be summed, all in one launch."""
+    """Sum the rows of all rooms that need it, in one launch."""
     summing = [room for room in rooms if room.sums_rows]
     if not summing:
         return
@@ -227,14 +227,15 @@ def sum_over_groups(rooms: Sequence[Room]) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Build and launch the smallest kernel; raises where Triton cannot."""
+    """Build and launch the smallest kernel. Raises if Triton cannot."""
     rows = torch.zeros((2, 1), device=device)
     sum_over_groups([Room(rows, torch.empty(1, device=device), True)])
 
 
 class RowStrides(NamedTuple):
-    """From one group's row of a parameter to the next, 0 where one row is for all; of the gain, from channel to
-    channel. None where there is no such parameter.
+    """Strides of parameters from one group's row to the next. 0: one row for all groups. None: no such parameter.
+
+    For the gain it is the stride from channel to channel.
     """
 
     weight: int | None
@@ -249,7 +250,7 @@ class RowStrides(NamedTuple):
 
 
 def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], RowStrides]:
-    """γ, β, the prior's moments and the gain, such that rows lie together."""
+    """γ, β, the prior's moments and the gain with contiguous rows, and their strides."""
     laid: list[Tensor | None] = []
     row_strides: list[int | None] = []
     for rows in parameters:
@@ -262,13 +263,13 @@ def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], RowStride
             step = strides[0] if len(strides) == 2 and rows.shape[0] > 1 else 0
         laid.append(rows)
         row_strides.append(step)
-    if (gain := laid[-1]) is not None:  # rows (G, C) of a gain are equal, for its gradients' sake: the first serves
+    if (gain := laid[-1]) is not None:  # a gain (G, C) has equal rows, so the first is enough
         row_strides[-1] = 1 if gain.numel() > 1 else 0
     return laid, RowStrides(*row_strides)
 
 
 def pair(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients at a mean and a variance, row behind row: both, or none at all."""
+    """Contiguous gradients with respect to mean and variance: both or none. A missing one becomes zeros."""
     mean, var = (None if grad is None else grad.contiguous() for grad in grads)
     if mean is None and var is not None:
         mean = torch.zeros_like(var)

@@ -1,1 +1,1 @@
-"""Predict: the prior of a learned transition. Its naive truth is `kalmannorm._filter.predict`."""
+"""Predict: the prior of a learned transition. The reference is `kalmannorm._filter.predict`."""

@@ -1,10 +1,10 @@
-"""The prior of a learned transition, and the gain, in one launch; their gradients in two.
+"""The prior of a learned transition and the gain in one launch, their gradients in two launches.
 
     forward    mean_p = A mean    var_p = (A∘A) var + |r|    q = gain_of(logit)
     backward   dA = dmeanᵀ mean + 2 A ∘ (dvarᵀ var)    dmean A    dvar (A∘A)    Σ dvar    q' dq
 
-Every launch reads A once. Sums over outputs are left as shares, one per block of outputs, and added up in a fixed order
-by the second launch of the backward.
+The forward and the first launch of the backward each read A once. Sums over outputs are stored as shares, one per
+block of outputs. The second launch of the backward adds the shares in fixed order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARGIN = tl.constexpr(GAIN_MARGIN)
 
 @triton.jit
 def load_rows(rows_ptr, row, rows, column, columns):
-    """A tile of a matrix (rows, columns) that lies together, zero outside."""
+    """A tile of a contiguous matrix (rows, columns). Values outside are zero."""
     offset = row.to(tl.int64)[:, None] * columns + column[None, :]
     return tl.load(rows_ptr + offset, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
 
@@ -48,7 +48,7 @@ def predict_kernel(
     G, C, P, gain_step,
     BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BC outputs of BG groups; of one group alone where BG is 1."""
+    """BC outputs of BG groups. There is only one group if BG is 1."""
     await_previous(PDL)
     c, g = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BG + tl.arange(0, BG)
     if BG == 1:
@@ -85,7 +85,7 @@ def predict_backward_kernel(
     BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, TO_MATRIX: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BC × BP of A: its gradient, and what these outputs add to the gradients of the moments before."""
+    """A tile BC × BP of A: its gradient, and these outputs' shares of the gradients of the previous moments."""
     await_previous(PDL)
     c, p = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BP + tl.arange(0, BP)
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -122,7 +122,7 @@ def predict_sum_kernel(
     blocks, values, C, gain_step,
     BS: tl.constexpr, BV: tl.constexpr, TO_GAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Shares added up, BV values in each program; and what belongs to the noise and the gain."""
+    """Sum the shares, BV values per program. The first program also computes the gradients of noise and gain."""
     await_previous(PDL)
     offset = tl.program_id(0) * BV + tl.arange(0, BV)
     to_mean = tl.zeros([BV], tl.float32)
@@ -151,20 +151,20 @@ def predict_sum_kernel(
 
 @functools.cache
 def roomy(device: torch.device) -> bool:
-    """Whether tiles of 64 × 64, in stages, fit the shared memory."""
+    """Whether pipelined tiles of 64 × 64 fit into shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17
 
 
 @functools.cache
 def precision_on(device: torch.device) -> str:
-    """Of products: where tensor cores take three of TF32 for one, those are as good as float32's own, and faster."""
+    """Precision of matrix products. Three TF32 products on tensor cores are as exact as one in float32, and faster."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "ieee"
     return "tf32x3"
 
 
 def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,), of one logit or of C."""
+    """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,) from one logit or C logits."""
     (G, P), C = mean.shape, matrix.shape[0]
     prior_mean, prior_var = (torch.empty((G, C), device=mean.device, dtype=torch.float32) for _ in range(2))
     gain = torch.empty(C, device=mean.device, dtype=torch.float32)
@@ -188,7 +188,7 @@ def backward(
     logit: Tensor,
     to_matrix: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of mean, var, A if it is asked for, noise, and the logit if one arrives at the gain."""
+    """Gradients with respect to mean, var, A (if `to_matrix`), noise, and logit (if `grad_gain` exists)."""
     (G, P), C = mean.shape, matrix.shape[0]
     BG = 1 if G == 1 else min(max(power(G), 16), 32)
     wide = C * P >= 64 * 64 * 132 and roomy(mean.device)

@@ -1,1 +1,1 @@
-"""Propagate: carry moments through many layers at once, to compute the priors of many norms together."""
+"""Propagate: compute moments after many layers together, for the priors of many norms."""

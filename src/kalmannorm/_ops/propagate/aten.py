@@ -1,7 +1,7 @@
-"""Bundles on any device, in PyTorch's own operations: values and gradients in closed form, and values spelt out.
+"""Bundles on any device, in PyTorch operations: values and gradients in closed form, and values in plain operations.
 
-One matrix holds all entries, (2, entries): means and variances. Alike functions of a level are one operation each,
-whatever layers they belong to.
+One matrix holds the means and variances of all entries, (2, entries). Equal functions at the same level of different
+layers run as one operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMOOTH: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _with_slope(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    # Not by autograd: inside a checkpointed model the hooks of its saved tensors would see that.
+    # Autograd is not used: in a checkpointed model the hooks on saved tensors would see these tensors.
     values = SMOOTH[name](x)
     if name == "tanh":
         return values, 1 - values.square()
@@ -45,17 +45,17 @@ def _with_slope(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Where = slice | Tensor
-"""Entries: neighbours, or an index on the device."""
+"""Positions of entries: a slice, or an index on the device."""
 PASSES = False
-"""Whether what a bundle passes shall pass through it: elsewhere a gradient more is one of many in a kernel, here it
-would be another operation."""
+"""Whether γ and β for the op pass through the bundle. In Triton kernels their gradients cost nothing more. Here each
+would be one more operation."""
 Tensors = Sequence[Tensor]
 Saved = tuple[Tensor | None, ...]
 _NONE: Saved = ()
 
 
 class Values(NamedTuple):
-    """All entries, the gains, and what every piece of work leaves for its gradients, in order."""
+    """All entries, the gains, and the tensors that each operation saves for its gradients, in order."""
 
     entries: Tensor
     gains: Sequence[Tensor]
@@ -69,7 +69,7 @@ class _Work(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """Where the work of a bundle finds its entries on a device."""
+    """The positions of all entries of a bundle, on a device."""
 
     elementwise: list[list[tuple[Elementwise, _Work]]]
     layers: list[list[tuple[Layer, _Work]]]
@@ -86,7 +86,7 @@ class _Ready(NamedTuple):
 
 def _ready(bundle: Bundle, device: torch.device) -> _Ready:
     if ("aten", device) not in bundle.tables:
-        with torch.inference_mode(False):  # what is kept must serve a training step too
+        with torch.inference_mode(False):  # the kept tensors are also used in training
             bundle.tables["aten", device] = _Ready(
                 [[(each, _work(each, each.stop, device)) for each in stage.elementwise] for stage in bundle.stages],
                 [
@@ -120,13 +120,13 @@ def _taken(entries: Tensor, where: Where) -> Tensor:
 def _added(entries: Tensor, where: Where, grads: Tensor) -> None:
     if isinstance(where, slice):
         entries[:, where] += grads
-    else:  # unlike index_add_, the same every time on a GPU too
+    else:  # unlike index_add_, deterministic on a GPU
         for row, grad in zip(entries, grads, strict=True):
             row.index_put_((where,), grad, accumulate=True)
 
 
 def leaf_rows(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """β and γ of all beliefs, one after the other."""
+    """β of all beliefs, concatenated, and γ of all beliefs."""
 
     def row(places: list[tuple[int | None, int]], missing: float) -> Tensor:
         parts = [
@@ -171,7 +171,7 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
 
 
 def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Means and variances, each (1, C); copied, for views would keep all entries."""
+    """Means and variances, each (1, C). They are copies, because views would keep all entries alive."""
     ready = _ready(bundle, values.entries.device)
     parts = values.entries.index_select(1, ready.together).split([result.numel() for result in bundle.results], 1)  # type: ignore[no-untyped-call]
     return [(part[:1], part[1:]) for part in parts]
@@ -231,7 +231,10 @@ def backward(
     grad_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of the tensors that are asked for, from those of means and variances, gains and what is passed."""
+    """Gradients with respect to the tensors where `asked` is true.
+
+    They follow from the gradients with respect to means and variances, gains and passed tensors.
+    """
     entries = values.entries
     ready, saved = _ready(bundle, entries.device), list(values.saved)
     grads = torch.zeros_like(entries)
@@ -335,7 +338,7 @@ def _gain_gradients(
 
 
 def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Means and variances of the results, then the gains, in operations that autograd follows to any order."""
+    """Means and variances of the results, then the gains, in operations that autograd differentiates to any order."""
     entries = _leaves(bundle, tensors, dtype, device)
     ready = _ready(bundle, device)
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):

@@ -1,7 +1,7 @@
-"""Convolutions and linear layers of a bundle in few of PyTorch's own operations: one row of moments, dense weights.
+"""Convolutions and linear layers of a bundle in few PyTorch operations, for one row of moments and dense weights.
 
-The equations are those of `moments/linear.py`, which also does the layers with groups. Here the weight is one matrix
-(K, C T), and what a kind of position sees is one small matrix (kinds, taps) over all axes.
+The equations are those of `moments/linear.py`. Layers with groups and transposed layers also use its functions. Here
+the weight is one matrix (K, C T). One small matrix (kinds, taps) over all axes says which taps are inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kalmannorm.moments.windows import windows
 
 
 class Geometry(NamedTuple):
-    """Which taps each kind of position sees (kinds, taps), the shares of kinds and of taps, the identity on taps."""
+    """Which taps are inside for each kind of position (kinds, taps), the shares of kinds and of taps, the identity
+    matrix of taps."""
 
     inside: Tensor
     of_kinds: Tensor
@@ -26,7 +27,7 @@ class Geometry(NamedTuple):
 
 
 def geometry(layer: Layer, dtype: torch.dtype, device: torch.device) -> Geometry:
-    with torch.inference_mode(False):  # what is kept must serve a training step too
+    with torch.inference_mode(False):  # the kept tensors are also used in training
         *rows, of_kinds, of_taps = windows(layer.axes, dtype, device)
         inside = torch.ones((1, 1), dtype=dtype, device=device)
         for row in rows:
@@ -44,7 +45,7 @@ def _grouped(layer: Layer, weight: Tensor) -> Tensor:
 
 
 def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From moments (2, C): mean and variance (K,), and how far from the mean each kind of position lies (K, kinds)."""
+    """From moments (2, C): mean and variance (K,), and the deviation of each kind's mean from the mean (K, kinds)."""
     if not _dense(layer):
         around = windows(layer.axes, given.dtype, given.device)
         mean, var, away = convolved(given[:1], given[1:], _grouped(layer, weight), *around)
@@ -65,7 +66,7 @@ def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tupl
 def backward(
     layer: Layer, grad: Tensor, given: Tensor, weight: Tensor, away: Tensor | None, seen: Geometry, asked: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From gradients (2, K) those at the moments, (2, C), and at the weight if it is asked for."""
+    """Gradients with respect to the moments, (2, C), and the weight (if `asked`), from the gradients `grad` (2, K)."""
     if not _dense(layer):
         around = windows(layer.axes, given.dtype, given.device)
         grad_both, both = (grad[:1], grad[1:]), (given[:1], given[1:], _grouped(layer, weight))
@@ -92,6 +93,6 @@ def backward(
         return moments, None
     weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
     d_weight = torch.mul(matrix, weighted[1] * 2).mul_(grad[1].unsqueeze(1))
-    # A product of matrices: an elementwise one crawls along a few taps.
+    # A matrix product: an elementwise product with few taps is slow.
     spread = given[:1] if taps == 1 else (given[0].unsqueeze(1) * seen.apart.unsqueeze(1)).flatten(1)
     return moments, d_weight.addmm_(grad_taps, spread).view(layer.shape)

@@ -1,16 +1,16 @@
 """A bundle: the moments of many layers, computed together on one flat vector.
 
-Entries are pairs (mean, variance), one per channel of every step. They are laid out so that each piece of work below
-writes neighbours, and reads entries by index, so that slices, shuffles and concatenations of channels cost nothing:
+Entries are pairs (mean, variance), one per channel of every step. Each operation below writes adjacent entries and
+reads entries by index. So slices, shuffles and concatenations of channels cost nothing. The order of entries is:
 
     beliefs      (β, γ²) of norms
     given        moments that were computed elsewhere
     then, stage by stage,
-        elementwise    activations, sums, products, scalings; in an order in which each finds its operands
+        elementwise    activations, sums, products, scalings; operands come first
         layers         convolutions and linear layers
 
-What each tensor is needed for: the results are bits, and a tensor's mask has those that depend on it, so that a tensor
-of which nobody asked the consequences gets no gradient.
+Each tensor has a mask with one bit per result that depends on it. If the gradients of none of these results are needed,
+the tensor gets no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kalmannorm.moments.windows import Axis
 
 
 class Function(NamedTuple):
-    """What happens to an entry. `kind` is one of
+    """A function of entries. `kind` is one of
 
     add, subtract, product    of two entries
     affine                    numbers (a, b, c): a mean + b, c var
@@ -43,7 +43,7 @@ RELU = Function("piecewise", knots=(0.0,), pieces=((0.0, 0.0, 0.0), (0.0, 1.0, 0
 
 
 class Elementwise(NamedTuple):
-    """A function on as many entries as `a` has, for the entries from `start` on."""
+    """A function on the entries `a` (and `b`). Its results are the entries from `start` on, as many as `a` has."""
 
     function: Function
     a: Tensor
@@ -56,9 +56,10 @@ class Elementwise(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A convolution, or without `axes` a linear layer, on the entries `a`, for the `outputs` entries from `start` on.
+    """A convolution on the entries `a`, or a linear layer if `axes` is empty. Its results are the `outputs` entries
+    from `start` on.
 
-    `weight` and `bias` are places among the tensors of the bundle.
+    `weight` and `bias` are positions in the bundle's list of tensors.
     """
 
     weight: int
@@ -73,7 +74,7 @@ class Layer(NamedTuple):
 
 
 class Belief(NamedTuple):
-    """Places of β and γ; None is 0 and 1."""
+    """Positions of β and γ in the list of tensors. A missing β is 0, and a missing γ is 1."""
 
     bias: int | None
     weight: int | None
@@ -87,7 +88,7 @@ class Given(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """Place of a gain's logit, one for all channels or one for each."""
+    """Position of a gain's logit in the list of tensors. It has one value for all channels, or one per channel."""
 
     logit: int
     logits: int
@@ -102,17 +103,17 @@ class Stage:
 
 @dataclass
 class Bundle:
-    """Places count through the tensors that it runs on: of beliefs, given moments, gains and layers."""
+    """Positions refer to one list of tensors: those of beliefs, given moments, gains and layers."""
 
     beliefs: list[Belief]
     given: list[Given]
     gains: list[Gain]
-    passed: list[int]  # places of γ and β that are results too, for the op to read: their gradients come back to here
+    passed: list[int]  # positions of γ and β that are also results: the op reads them, and returns their gradients
     stages: list[Stage]
-    results: list[Tensor]  # the entries that each result is made of
+    results: list[Tensor]  # the entries of each result
     entries: int
-    masks: list[int]  # of each tensor: the results that it is needed for; gains and what is passed follow the last
-    tables: dict[Any, Any] = field(default_factory=dict)  # what the ways to run it keep, by device
+    masks: list[int]  # for each tensor: the results that need it; gains and `passed` follow after `results`
+    tables: dict[Any, Any] = field(default_factory=dict)  # caches of `aten` and `triton_bundle`, by device
 
     @property
     def leaves(self) -> int:

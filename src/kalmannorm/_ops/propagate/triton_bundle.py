@@ -1,8 +1,8 @@
-"""Bundles on Triton's kernels, with the arguments and results of `aten.py`; float32, on CUDA devices.
+"""Bundles with Triton kernels, with the arguments and results of `aten.py`; float32, on CUDA devices.
 
-Launches, however many layers there are: forward a concatenation, the leaves, for each stage a tape and one launch for
-each kind of tile, and the results. Backward three concatenations of what arrives, for each stage two launches for each
-kind of tile and a tape, and the leaves.
+The number of launches does not depend on the number of layers. Forward: a concatenation, the leaves, a tape and one
+launch per kind of tile for each stage, and the results. Backward: three concatenations of incoming gradients, two
+launches per kind of tile and a tape for each stage, and the leaves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BLOCK = 128
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PASSES = True
 KEPT = 4
-"""Sets of weights whose tables are kept, the last ones used."""
+"""Number of tables that are kept, one per set of weights, the most recently written."""
 
 
 def applies(bundle: Bundle, tensors: Tensors) -> bool:
-    """Whether the weights are such that the kernels can read them."""
+    """Whether the kernels can read these tensors."""
     of_layers = [layer for stage in bundle.stages for layer in stage.layers]
     read = [tensors[layer.weight] for layer in of_layers]
     read += [tensors[layer.bias] for layer in of_layers if layer.bias is not None]
@@ -44,14 +44,14 @@ def applies(bundle: Bundle, tensors: Tensors) -> bool:
 
 def _tables(bundle: Bundle, device: torch.device) -> Tables:
     if ("triton", device) not in bundle.tables:
-        with torch.inference_mode(False):  # what is kept must serve a training step too
+        with torch.inference_mode(False):  # the kept tensors are also used in training
             bundle.tables["triton", device] = tables_of(bundle, device)
     tables: Tables = bundle.tables["triton", device]
     return tables
 
 
 def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
-    """The table of layers, written again where a weight lies elsewhere than the last times."""
+    """The table of layers. It is written again if the address or the strides of a weight are new."""
     places = [(tensors[layer.weight], wanted[layer.weight]) for layer in tables.layers]
     biases = tuple(tensors[layer.bias].data_ptr() for layer in tables.layers if layer.bias is not None)
     key = tuple((t.data_ptr(), t.stride(), want) for t, want in places), biases
@@ -63,12 +63,12 @@ def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bo
             tables.bound.pop(other, None)
         tables.bound[key] = bound
     if bound.table.is_cuda and torch.cuda.is_current_stream_capturing():
-        bound.captured = True  # the graph will read this table for as long as it lives
+        bound.captured = True  # the CUDA graph reads this table as long as it lives
     return bound
 
 
 def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> Tensor:
-    """Zeros or ones that are made once: a captured graph goes on reading them."""
+    """Zeros or ones. They are created once and kept, because a captured graph reads them."""
     key = value, device
     if key not in bundle.tables:
         with torch.inference_mode(False):
@@ -87,7 +87,7 @@ def _weights(bundle: Bundle, device: torch.device) -> Tensor:
 
 
 def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
-    """All small tensors, one after the other: β and given means, γ and given variances, logits of gains."""
+    """All small tensors, concatenated: β and given means, γ and given variances, logits of gains."""
 
     def part(place: int | None, size: int, missing: float) -> Tensor:
         return _constant(bundle, missing, size, device) if place is None else _row(tensors[place])
@@ -100,7 +100,7 @@ def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """(C,), and no view of it where it is that already."""
+    """The tensor as (C,). No view is made if it already has this shape."""
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
@@ -135,7 +135,7 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
             ready(layers.layers_kernel, (work.shape[0],), device, **options)(
                 entries, sums, bound.table, work, tables.index, tables.geometry, E
             )
-    # A gain comes as a row, for what the op then gives back need not be summed over channels layer by layer.
+    # A gain is returned as a row, so its gradient from the op need not be summed over channels layer by layer.
     return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat, *slopes)])
 
 
@@ -228,7 +228,7 @@ def backward(
 
 
 def _passed(bundle: Bundle, grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """What arrived at the β and then at the γ of all beliefs, zero where nothing did."""
+    """Gradients of the passed β, then γ, of all beliefs. Missing ones are zero. None if all are missing."""
     if all(grad is None for grad in grads):
         return None
     arrived = dict(zip(bundle.passed, grads, strict=True))
@@ -244,7 +244,7 @@ def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
 
 
 def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor | None]:
-    """Gradients in the order of `_flat`, each with its tensor."""
+    """Split gradients in the order of `_flat`, and assign each part to its tensor."""
     places: list[tuple[int | None, int]] = [(each.bias, each.size) for each in bundle.beliefs]
     places += [(each.mean, each.size) for each in bundle.given]
     places += [(each.weight, each.size) for each in bundle.beliefs]

@@ -1,14 +1,14 @@
-"""Moments of many layers as Triton kernels; imported on the CUDA path only. `triton_bundle.py` launches them.
+"""Elementwise work of a bundle as Triton kernels. It is imported on the CUDA path only; `triton_bundle.py` launches it.
 
-Entries are (2, E): means, then variances. Elementwise work is a tape: every lane walks through instructions of its own,
-each on entries that the lane itself made or that were there before, so that a chain of residual blocks is one launch.
-The arithmetic of activations is float64, as in `moments/closed.py`, which has the equations.
+Entries are (2, E): means, then variances. Elementwise work is a tape. Every lane executes its own instructions. An
+instruction only reads entries that the lane itself computed or that existed before the launch. So a chain of residual
+blocks is one launch. Activations are computed in float64, as in `moments/closed.py`, which has the equations.
 
-Layers are read through a table of pointers and sizes, one row each, by a list of work: which layer, which block.
+Kernels of layers read a table of pointers and sizes, with one row per layer, and a work list of layers and blocks.
 
-Gradients are never added to in place. Each use of an entry has a slot of its own, and whoever needs the gradient of an
-entry sums the slots of its uses in fixed order: equal inputs give equal bits. Sizes are no reason to compile a kernel
-again, for every bundle has others.
+Gradients are never added in place. Each use of an entry has its own slot. To get the gradient of an entry, a kernel
+sums the slots of its uses in fixed order. So equal inputs give equal bits. Sizes do not recompile a kernel, because
+every bundle has other sizes.
 """
 
 from __future__ import annotations
@@ -25,35 +25,38 @@ PRODUCT = tl.constexpr(3)
 AFFINE = tl.constexpr(4)
 PIECEWISE = tl.constexpr(5)
 SMOOTH = tl.constexpr(6)
-NUMBERS = tl.constexpr(16)  # of a function: affine 3; piecewise 2 knots, 9 coefficients; smooth which one
+NUMBERS = tl.constexpr(16)  # per function: affine 3; piecewise 2 knots and 9 coefficients; smooth its index
 
 # Columns of the table of layers.
 COLUMNS = tl.constexpr(20)
 WEIGHT = tl.constexpr(0)
 BIAS = tl.constexpr(1)
-GRADIENT = tl.constexpr(2)  # where the gradient of the weight goes
+GRADIENT = tl.constexpr(2)  # start of the gradient of the weight
 OUTPUTS = tl.constexpr(3)
 GROUP_OUTPUTS = tl.constexpr(4)
 GROUP_INPUTS = tl.constexpr(5)
-STEP_GROUP = tl.constexpr(6)  # steps through the weight from group to group, output to output, input, tap
+STEP_GROUP = tl.constexpr(6)  # strides of the weight between groups, outputs, inputs and taps
 STEP_OUTPUT = tl.constexpr(7)
 STEP_INPUT = tl.constexpr(8)
 STEP_TAP = tl.constexpr(9)
 TAPS = tl.constexpr(10)
 KINDS = tl.constexpr(11)
-INDEX = tl.constexpr(12)  # where its input entries are listed
+INDEX = tl.constexpr(12)  # start of the list of its input entries
 START = tl.constexpr(13)  # its first output entry
-GEOMETRY = tl.constexpr(14)  # shares of taps, shares of kinds, what each kind sees
-SUMS = tl.constexpr(15)  # where its sums by tap are kept
-SLOTS = tl.constexpr(16)  # where the gradients of its inputs go, split by split
+GEOMETRY = tl.constexpr(14)  # start of: shares of taps, shares of kinds, inside taps of each kind
+SUMS = tl.constexpr(15)  # start of its sums by tap
+SLOTS = tl.constexpr(16)  # start of the slots for the gradients of its inputs, split by split
 INPUTS = tl.constexpr(17)
-ROWS = tl.constexpr(18)  # outputs of a group that a program goes through in the backward
+ROWS = tl.constexpr(18)  # outputs of a group per program of the backward
 WANTED = tl.constexpr(19)  # whether the weight needs a gradient
 
 
 @triton.jit
 def mills(d):
-    """The tail beyond d over the density at d, for d >= 0: a polynomial in (d - 4) / (d + 4), fitted to 5e-16."""
+    """The ratio of the tail beyond d and the density at d, for d >= 0.
+
+    It is a polynomial in (d - 4) / (d + 4), divided by d + 1, fitted to 5e-16.
+    """
     u = (d - 4.0) / (d + 4.0)
     p = u * -1.6952996818880583e-09 - 3.874300207686973e-09
     p = p * u + 1.3723059452459651e-08
@@ -88,7 +91,7 @@ def about(c0, c1, c2, origin):
 
 @triton.jit
 def beyond(mean, var, deviation, value, knot, a0, a1, a2, b0, b1, b2):
-    """What a knot between pieces a and b adds to E[f - f(mean)] and E[(f - f(mean))²], and to the slopes of both."""
+    """Contributions of a knot between pieces a and b to E[f - f(mean)], E[(f - f(mean))²] and their derivatives."""
     gap = mean - knot
     d = tl.abs(gap) / deviation
     density = tl.exp(-0.5 * d * d) * 0.3989422804014327
@@ -120,7 +123,7 @@ def beyond(mean, var, deviation, value, knot, a0, a1, a2, b0, b1, b2):
 
 @triton.jit
 def piecewise(mean, var, numbers):
-    """Mean and variance behind a piecewise quadratic, and their derivatives by both; float64."""
+    """Mean and variance after a piecewise quadratic, and their derivatives by mean and var, in float64."""
     varies = var >= 1e-20
     var = tl.maximum(var, 1e-20)
     deviation = tl.sqrt(var)
@@ -163,7 +166,7 @@ def smooth_at(x, which):
 
 @triton.jit
 def quadrature(mean, var, which, weights_ptr, NODES: tl.constexpr, DENSITY: tl.constexpr):
-    """As `piecewise`, for a smooth function; float32, as the quadrature of `moments/activations.py` is."""
+    """As `piecewise`, for a smooth function, in float32 like the quadrature of `moments/activations.py`."""
     varies = var >= 1e-20
     deviation = tl.sqrt(tl.maximum(var, 1e-20))
     middle, _ = smooth_at(mean, which)
@@ -191,7 +194,7 @@ def quadrature(mean, var, which, weights_ptr, NODES: tl.constexpr, DENSITY: tl.c
 @triton.jit
 def through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE: tl.constexpr, HAS_SMOOTH: tl.constexpr,
             NODES: tl.constexpr, DENSITY: tl.constexpr):  # fmt: skip
-    """Functions of one entry: mean and variance, and their derivatives by both."""
+    """A function of one entry: mean and variance, and their derivatives by mean and var."""
     factor = tl.load(numbers).to(tl.float32)
     spread = tl.load(numbers + 2).to(tl.float32)
     mean = am * factor + tl.load(numbers + 1).to(tl.float32)
@@ -221,7 +224,7 @@ def through(kind, am, av, numbers, weights_ptr, HAS_PIECEWISE: tl.constexpr, HAS
 
 @triton.jit
 def instruction(offset, there, code_ptr, a_ptr, b_ptr, out_ptr):
-    """Its code, operands and result; one that is not there does nothing."""
+    """Load code, operands and result of an instruction. A masked one has code 0, which does nothing."""
     code = tl.load(code_ptr + offset, mask=there, other=0)
     a, b = tl.load(a_ptr + offset, mask=there, other=0), tl.load(b_ptr + offset, mask=there, other=0)
     return code, a, b, tl.load(out_ptr + offset, mask=there, other=0)
@@ -233,10 +236,10 @@ def tape_kernel(
     LANES: tl.constexpr, HAS_PIECEWISE: tl.constexpr, HAS_SMOOTH: tl.constexpr,
     NODES: tl.constexpr, DENSITY: tl.constexpr, SLOPES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Instructions of LANES lanes: code is the kind and, times 8, the row of numbers; 0 does nothing.
+    """Run the instructions of LANES lanes. A code is kind + 8 · (row of numbers). Code 0 does nothing.
 
-    Each is asked for while the one before is computed. Derivatives of functions of one entry, (4, T), are kept for the
-    way back, which would have to compute them again, one after the other.
+    Each instruction is loaded while the previous one is computed. Derivatives of functions of one entry, (4, T), are
+    kept for the backward. Otherwise it would have to compute them again, one after the other.
     """
     await_previous(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
@@ -267,12 +270,12 @@ def tape_kernel(
             tl.store(slopes_ptr + T + lane, mv, mask=live)
             tl.store(slopes_ptr + 2 * T + lane, vm, mask=live)
             tl.store(slopes_ptr + 3 * T + lane, vv, mask=live)
-        tl.debug_barrier()  # the next instruction may read it, in another thread
+        tl.debug_barrier()  # another thread may read the result in the next instruction
 
 
 @triton.jit
 def collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, entry, mask):
-    """The gradient of entries: the sum over the slots of their uses, which are runs of `count` in steps of `step`."""
+    """The gradients of entries: sums over the slots of their uses. A use has `count` slots with stride `step`."""
     begin = tl.load(first_ptr + entry, mask=mask, other=0)
     end = tl.load(first_ptr + entry + 1, mask=mask, other=0)
     return collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end)
@@ -298,7 +301,8 @@ def collect_uses(slots_ptr, S, start_ptr, step_ptr, count_ptr, begin, end):
 def instruction_back(
     offset, there, entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr
 ):  # fmt: skip
-    """An instruction with all that its gradients need but those that arrive: nothing of it changes on the way back."""
+    """Load an instruction and everything for its gradients but the incoming gradient. None of it changes in the
+    backward, so it can be loaded early."""
     code, a, b, out = instruction(offset, there, code_ptr, a_ptr, b_ptr, out_ptr)
     kind = code % 8
     product, one = kind == PRODUCT, kind > PRODUCT
@@ -319,7 +323,7 @@ def tape_backward_kernel(
     entries_ptr, E, slopes_ptr, T, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
     code_ptr, a_ptr, b_ptr, out_ptr, offset_ptr, depth_ptr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tape from its end: the slots of operand a are the first E, those of operand b the next."""
+    """Run the tape backwards. The first E slots belong to operands a, the next E to operands b."""
     await_previous(PDL)
     offset = tl.load(offset_ptr + tl.program_id(0)) + tl.arange(0, LANES)
     depth = tl.load(depth_ptr + tl.program_id(0))
@@ -342,4 +346,4 @@ def tape_backward_kernel(
             last - (t + 1) * LANES, (offset >= 0) & (t + 1 < depth),
             entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr,
         )  # fmt: skip
-        tl.debug_barrier()  # the next instruction may read it, in another thread
+        tl.debug_barrier()  # another thread may read the result in the next instruction

@@ -1,8 +1,8 @@
 """Convolutions and linear layers of a bundle as Triton kernels: one pass over every weight, forward and backward.
 
-A tile holds BK outputs × BC inputs × TP taps of a weight, its last axis being the one that lies together in memory:
-taps, or inputs (channels_last, and where there is one tap). Steps come from a table, so the compiler has to be told:
-ONE says that the last axis goes in steps of one, WIDE that all others go in multiples of four, and pointers too. The
+A tile holds BK outputs × BC inputs × TP taps of a weight. Its last axis is the contiguous one in memory: taps, or
+inputs (channels_last, or only one tap). Strides come from a table, so two flags tell the compiler about them. ONE: the
+last axis has stride 1. WIDE: all other strides are multiples of four, and pointers are aligned to 16 bytes. The
 equations are those of `moments/linear.py`.
 """
 
@@ -40,7 +40,7 @@ from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 @triton.jit
 def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
-    """Inputs and taps of a tile, [1, BC, 1] and [1, 1, TP], or the two last axes swapped."""
+    """Inputs and taps of a tile, [1, BC, 1] and [1, 1, TP], or with the last two axes swapped."""
     if TAPS_LAST:
         c, t = tl.arange(0, BC)[None, :, None], tl.arange(0, TP)[None, None, :]
     else:
@@ -50,7 +50,7 @@ def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
 
 @triton.jit
 def strides_of(row, TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr):
-    """Through a weight, from input to input and from tap to tap."""
+    """Strides of a weight from input to input and from tap to tap."""
     step_input = 1 if ONE and not TAPS_LAST else tl.load(row + STEP_INPUT)
     step_tap = 1 if ONE and TAPS_LAST else multiple(row + STEP_TAP, WIDE)
     return step_input, step_tap
@@ -79,7 +79,7 @@ def layers_kernel(
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, GROUPED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Means and variances of BK outputs of a layer; where there is a border, what each tap sums up to is kept."""
+    """Means and variances of BK outputs of a layer. If there are several kinds of positions, sums by tap are kept."""
     await_previous(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
@@ -149,7 +149,7 @@ def rows_backward_kernel(
     slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
     BK: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients that arrive at BK outputs, and those of what each of their taps sums up to."""
+    """Gradients with respect to BK outputs, and with respect to their sums by tap."""
     await_previous(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
@@ -180,9 +180,9 @@ def layers_backward_kernel(
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, DEPTHWISE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BC inputs of a group and a share of its outputs: the weight's gradient, and what that share adds to the inputs'.
+    """For BC inputs of a group and a share of its outputs: the gradient of the weight, and a part of the inputs'.
 
-    Depthwise, output and input are one: then BK is 1, and BC goes through the groups.
+    In depthwise layers each output has one input. Then BK is 1, and BC counts groups.
     """
     await_previous(PDL)
     work = work_ptr + 4 * tl.program_id(0)

@@ -1,4 +1,4 @@
-"""What a bundle begins with, as Triton kernels: beliefs, given moments and gains, and their gradients."""
+"""The leaves of a bundle as Triton kernels: beliefs, given moments and gains, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def leaves_kernel(
     flat_ptr, entries_ptr, gains_ptr, logits_ptr, E, LEAVES, BELIEFS, CHANNELS, margin, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Beliefs and given moments into their entries: γ is squared, what is given is not. And gains of their logits."""
+    """Write beliefs and given moments into their entries, and compute gains from logits.
+
+    γ is squared. Given variances are copied.
+    """
     await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mean = tl.load(flat_ptr + i, mask=i < LEAVES, other=0.0).to(tl.float32)
@@ -31,7 +34,7 @@ def leaves_backward_kernel(
     flat_ptr, grads_ptr, passed_ptr, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
     LEAVES, BELIEFS, PASSED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients in the order of `flat`, and added to them what came to beliefs from the norms themselves."""
+    """Gradients in the order of `flat`. The gradients of γ and β from the norms themselves (`passed`) are added."""
     await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mean, var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, i, i < LEAVES)
@@ -48,7 +51,7 @@ def leaves_backward_kernel(
 def gains_backward_kernel(
     flat_ptr, grads_ptr, grad_ptr, gains_ptr, first, margin, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Gradients of the logits of one gain, which begin at `first` in `flat`: of each, or of one for all channels."""
+    """Gradients of the logits of one gain: one logit per channel, or one for all. Logits start at `first` in `flat`."""
     await_previous(PDL)
     row = gains_ptr + 4 * tl.program_id(0)
     logit, logits = first + tl.load(row), tl.load(row + 1)

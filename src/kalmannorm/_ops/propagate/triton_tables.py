@@ -1,4 +1,4 @@
-"""What the Triton kernels of a bundle read: tapes, uses of entries, the table of layers and lists of work."""
+"""Inputs of a bundle's Triton kernels: tapes, uses of entries, the table of layers and work lists."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kalmannorm._ops.propagate.aten_layers import geometry
 from kalmannorm._ops.propagate.bundle import Bundle, Elementwise, Function, Gain, Layer
 
 LANES = 64
-"""Of a program that runs a tape."""
+"""Lanes of a program that runs a tape."""
 TILE = 2048
-"""Values of a weight that a program looks at together."""
+"""Values of a weight in one tile."""
 ROW_WORK = 16384
-"""Values of a weight that a program of the backward goes through."""
+"""Values of a weight that one program of the backward reads."""
 _KINDS = {"add": 1, "subtract": 2, "product": 3, "affine": 4, "piecewise": 5, "smooth": 6}
 _NUMBERS, _COLUMNS = 16, 20
 
 
 class Tape(NamedTuple):
-    """Instructions (blocks of LANES lanes, as deep as their longest): code, a, b, out; where each block begins, how
-    deep it is."""
+    """Instructions in blocks of LANES lanes: code, a, b, out. `offsets` and `depths` are the start and the depth of
+    each block. A block is as deep as its longest lane."""
 
     instructions: tuple[Tensor, Tensor, Tensor, Tensor]
     offsets: Tensor
@@ -36,7 +36,7 @@ class Tape(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """For each entry the runs of slots that hold parts of its gradient: from `first[entry]` on; start, step, length."""
+    """For each entry, the runs of slots with parts of its gradient: start, step and length, from `first[entry]` on."""
 
     first: Tensor
     start: Tensor
@@ -45,7 +45,7 @@ class Uses(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a layer is cut; layers of one kind of tile are launched together."""
+    """How a layer is divided into tiles. Layers with equal tiles are launched together."""
 
     BK: int
     BC: int
@@ -56,8 +56,11 @@ class Tile(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """The layers of a stage: for each kind of tile its list of work, forward (layer, block of outputs), those with
-    groups apart, and backward (layer, group, block of inputs, share of outputs), depthwise ones apart."""
+    """Work lists of the layers of a stage, one per kind of tile.
+
+    Forward: (layer, block of outputs). Layers with groups have separate lists. Backward: (layer, group, block of
+    inputs, share of outputs). Depthwise layers have separate lists.
+    """
 
     forward: list[tuple[Tile, bool, Tensor]]
     backward: list[tuple[Tile, bool, Tensor]]
@@ -65,18 +68,18 @@ class Launches(NamedTuple):
 
 @dataclass
 class Tables:
-    """All that depends on the bundle and the device alone."""
+    """Everything that depends only on the bundle and the device."""
 
-    tapes: list[list[Tape]]  # of each stage, one after the other
+    tapes: list[list[Tape]]  # of each stage, in order
     uses: Uses
     numbers: Tensor
     index: Tensor
     geometry: Tensor
     results: Tensor
-    gains: Tensor  # (gains, 4): where its logits begin, how many they are, where its channels begin, how many
-    logits: Tensor  # of each channel of each gain: where its logit is
+    gains: Tensor  # (gains, 4): start and number of its logits, start and number of its channels
+    logits: Tensor  # for each channel of each gain: the position of its logit
     layers: list[Layer]  # of all stages
-    rows: list[list[int]]  # their rows of the table, but for what depends on the weights
+    rows: list[list[int]]  # their rows of the table, without the columns that depend on weights
     slots: int
     sums: int
     bound: dict[Any, Bound] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Tables:
 
 @dataclass
 class Bound:
-    """What depends on where the weights lie and how: the table of layers, the work, where gradients go."""
+    """Everything that depends on addresses and strides of weights: table of layers, work lists, gradient positions."""
 
     table: Tensor
     stages: list[Launches]
@@ -158,7 +161,7 @@ def _integers(values: Tensor, device: torch.device) -> Tensor:
 def _numbers(function: Function) -> list[float]:
     numbers = list(function.numbers)
     if function.kind == "piecewise":
-        # With one knot the second parts two equal pieces, and adds nothing.
+        # A function with one knot gets a second knot between two equal pieces, which adds nothing.
         knots = [*function.knots, function.knots[0] + 1.0][:2]
         pieces = [*function.pieces, function.pieces[-1]][:3]
         numbers = knots + [c for piece in pieces for c in piece]
@@ -168,7 +171,7 @@ def _numbers(function: Function) -> list[float]:
 
 
 def _uses(used: Sequence[tuple[Tensor, Tensor, int, int]], entries: int, device: torch.device) -> Uses:
-    """From (entries, first slot of each, step, length)."""
+    """`Uses` from a list of (entries, first slot of each entry, step, length)."""
     entry = torch.cat([part[0] for part in used])
     order = torch.argsort(entry, stable=True)
     first = torch.zeros(entries + 1, dtype=torch.long)
@@ -182,7 +185,7 @@ def _uses(used: Sequence[tuple[Tensor, Tensor, int, int]], entries: int, device:
 def _tapes(
     work: Sequence[Elementwise], entries: int, functions: dict[Function, int], device: torch.device
 ) -> list[Tape]:
-    """Each entry goes to the lane of its operands; where those lie in two lanes, another tape begins."""
+    """Each entry is computed in the lane of its operands. If they are in two lanes, a new tape begins."""
     tapes: list[list[Tensor]] = [[]]
     lane, lanes = torch.full((entries,), -1), 0
     for each in work:
@@ -206,7 +209,7 @@ def _tapes(
 
 
 def _tape(rows: Tensor, device: torch.device) -> Tape:
-    """From (lane, code, a, b, out) in the order of the work."""
+    """A tape from rows (lane, code, a, b, out), in the order of execution."""
     rows = rows[:, torch.argsort(rows[0], stable=True)]
     counts = torch.bincount(rows[0])
     turn = torch.arange(rows.shape[1]) - (counts.cumsum(0) - counts)[rows[0]]
@@ -225,7 +228,7 @@ def _tape(rows: Tensor, device: torch.device) -> Tape:
 
 
 def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Bound:
-    """For these weights; `wanted` are those that need a gradient."""
+    """The tables for these weights. `wanted` says which tensors need a gradient."""
     rows, starts, size, tiles = [], list[int | None](), 0, list[Tile]()
     for layer, row in zip(tables.layers, tables.rows, strict=True):
         weight = tensors[layer.weight]
@@ -251,7 +254,7 @@ def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequ
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:
-    """From one row to the next, one column, one tap."""
+    """Strides of a weight: from row to row, from column to column, from tap to tap."""
     columns, taps = weight.shape[1], weight[0, 0].numel()
     return columns * taps, *((taps, 1) if weight.is_contiguous() else (1, columns))
 

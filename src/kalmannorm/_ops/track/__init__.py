@@ -1,1 +1,1 @@
-"""Track: update running statistics from what a forward saw."""
+"""Track: update running statistics with the statistics of a forward."""

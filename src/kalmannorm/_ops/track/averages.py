@@ -1,12 +1,13 @@
-"""Population statistics: moving averages that face the data as a fixed normalizer does.
+"""Running statistics: moving averages for a fixed normalizer.
 
-A fixed normalizer meets E[var] *plus* the variance of the group means. So one forward pools its groups, weighted by
-their examples (mean_b; var_b = average var + variance of the means), and then applies the filter's own update:
+The variance of the data around a fixed mean is E[var] *plus* the variance of the group means. So each forward pools its
+groups, weighted by their examples: mean_b, and var_b = average var + variance of the means. Then it applies the update
+of the filter:
 
     Σ ← (1-α) Σ + α var_b + α (1-α) (mean_b - μ)²      μ ← μ + α (mean_b - μ)
 
-With α = n / (values seen so far + n) this is exactly the pooled variance of all data, however it was split.
-`total_variance=False` is Algorithm 1's plain average instead, Σ ← Σ + α (average var - Σ), with its signs mended.
+With α = n / (values so far + n) this is exactly the pooled variance of all data, for every split into batches.
+`total_variance=False` is the plain average of Algorithm 1 with corrected signs: Σ ← Σ + α (average var - Σ).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kalmannorm.moments import Moments
 
 
 class Groups(NamedTuple):
-    """Moments of a batch's groups, (G, C), and the share of its values that each holds: a number, or (G, 1)."""
+    """Moments of a batch's groups, (G, C), and each group's share of the values: one number, or (G, 1)."""
 
     moments: Moments
     shares: Tensor | float
@@ -43,41 +44,41 @@ class Groups(NamedTuple):
 
 
 def groups_of(moments: Moments, examples: int, size: int) -> Groups:
-    """Groups of `size` neighbours among `examples`, weighted by their examples."""
+    """Groups of `size` examples of a batch with `examples` examples, weighted by their examples."""
     return Groups(moments, group_sizes(examples, size, moments.mean) / examples)
 
 
 def updated(mean: Tensor, var: Tensor, batch: Moments, alpha: Tensor | float, *, total_variance: bool) -> Moments:
-    """Where the moving averages go after this batch."""
+    """The moving averages after this batch."""
     step = batch.mean - mean
-    # In this order: with α = 1 the square, which may overflow, counts nothing.
+    # Multiply by 1 - α before squaring: the square may overflow, and with α = 1 it must count nothing.
     target = torch.addcmul(batch.var, (1 - alpha) * step, step) if total_variance else batch.var
     return Moments(mean + alpha * step, var + alpha * (target - var))
 
 
 def hastened(share: Tensor, momentum: float) -> Tensor:
-    """α of a slow average, `share` being what this batch is of all so far: at batch t it is 4 / (t + 3), until that
-    falls to the momentum.
+    """α of a slow average. At batch t it is 4 / (t + 3), until this falls to the momentum.
 
-    The start values would outlast the first epochs at the momentum alone, and a plain average keeps what the net has
-    long unlearnt; here a batch weighs as (its number / t)³, so that the last quarter rules.
+    `share` is the share of this batch in all values so far. With the momentum alone, the initial values would persist
+    over the first epochs. A plain average would keep old statistics too long. Here a batch has a weight proportional to
+    (its number / t)³, so the last quarter dominates.
     """
     return (4 * share / (1 + 3 * share)).clamp(min=momentum)
 
 
 def values_seen(values_tracked: Tensor, batches_tracked: Tensor, values: Tensor | int) -> Tensor:
-    """How many values per channel went into the statistics before this batch of `values`.
+    """Number of values per channel in the statistics before this batch of `values`.
 
-    A BatchNorm checkpoint says how many batches it saw but not how large they were: they count as this one.
+    A BatchNorm checkpoint contains the number of batches, but not their sizes. Each counts as large as this batch.
     """
     return torch.where(values_tracked > 0, values_tracked, batches_tracked * values)
 
 
 class Pending:
-    """What the forwards since the last move saw together: one row (C,) of each kind, and how many values it rests on.
+    """Pooled statistics of the forwards since the last update: rows (C,) and the number of values per channel.
 
-    Tensors of fixed places that `add` writes to: compiled code meets the same ones at every forward, and a recorded
-    CUDA graph too. Sums run in float64, where the device has it.
+    `add` writes into fixed tensors, so compiled code and recorded CUDA graphs use the same tensors in every forward.
+    Sums are float64 if the device supports it.
     """
 
     def __init__(self, like: Tensor, *, observes: bool) -> None:
@@ -89,7 +90,7 @@ class Pending:
         self.observation = row() if observes else None
 
     def fits(self, like: Tensor, *, observes: bool) -> bool:
-        """Whether it can serve a norm whose running mean is this."""
+        """Whether it fits a norm with the running mean `like`."""
         mean = self.population.mean
         return (mean.shape, mean.device) == (like.shape, like.device) and observes == (self.observation is not None)
 
@@ -98,7 +99,7 @@ class Pending:
             tensor.zero_()
 
     def rows(self) -> list[Tensor]:
-        """The averages, (C,) each."""
+        """The averages, each (C,)."""
         return [t for row in (self.population, self.observation) if row is not None for t in (row.mean, row.var)]
 
     def add(
@@ -108,7 +109,7 @@ class Pending:
         values: Tensor | int,
         pool: Callable[[Groups], Moments],
     ) -> None:
-        """Take in a forward's rows, the posterior's by the norm's own way to pool; what is NaN once stays it."""
+        """Add a forward's rows. `pool` is the norm's pooling of posteriors. A NaN stays until `clear`."""
         total = self.values + values
         share = values / total.to(self.population.mean.dtype)
         shares = torch.stack([1 - share, share]).unsqueeze(1)
@@ -126,10 +127,10 @@ class Pending:
 
 
 def pooled_values(groups: Groups) -> Moments:
-    """The moments of all groups' values together."""
+    """The moments of the values of all groups."""
     return groups.pooled(total_variance=True)
 
 
 def precise_dtype(like: Tensor) -> torch.dtype:
-    """In which to sum much: float64, where the device has it."""
+    """The dtype for long sums: float64 if the device supports it."""
     return torch.float32 if like.device.type == "mps" else torch.float64

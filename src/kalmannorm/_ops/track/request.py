@@ -1,4 +1,4 @@
-"""A move: what one forward of a norm saw, and the buffers that it moves. How far is in `averages.py`."""
+"""A tracking request: the statistics of one forward of a norm, and the buffers to update. See `averages.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from kalmannorm.moments import Moments
 
 Kind: TypeAlias = Literal["total", "plain", "sigma"]
-"""What running statistics average: total variances, plain variances, standard deviations."""
+"""The quantity that running statistics average: total variances, plain variances or standard deviations."""
 
 
 class TrackingRequest(NamedTuple):
-    """Of groups of `size` neighbours among `examples`, with `values` values per channel.
+    """One update, for groups of `size` examples of a batch with `examples` examples and `values` values per channel.
 
-    `counts` are values, batches and skipped batches so far. `arrived` is an int32 zero, which is one again afterwards;
-    no two launches may share it at the same time.
+    `counts` are values, batches and skipped batches so far. `arrived` is an int32 tensor. It is zero before and after a
+    launch. No two launches may use it at the same time.
     """
 
     posterior: Moments
@@ -34,10 +34,10 @@ class TrackingRequest(NamedTuple):
     kind: Kind
 
     def rows(self) -> list[Tensor]:
-        """What was seen: means and variances (G, C), twice where the observation has averages of its own."""
+        """Means and variances (G, C) of the posterior, then of the observation if observed statistics exist."""
         moments = [self.posterior] if self.observation is None else [self.posterior, self.observation]
         return [rows for part in moments for rows in (part.mean, part.var)]
 
     def buffers(self) -> list[Tensor]:
-        """What moves: averages (C,) as `rows` has them, and the counts."""
+        """The buffers to update: averages (C,) in the order of `rows`, then the counts."""
         return [*self.running, *(self.observed or ()), *self.counts]

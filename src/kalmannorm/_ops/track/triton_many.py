@@ -1,8 +1,8 @@
-"""The running statistics of many norms moved in few launches: their rows are laid side by side, and one kernel finds
-each norm through a table of sizes and addresses.
+"""Update the running statistics of many norms in few launches. Their rows are concatenated, and one kernel finds each
+norm through a table of sizes and addresses.
 
-Buffers lie where they lay a step before, so a table is written once and kept. While a CUDA graph is captured nothing
-may be uploaded; norms whose table is not known by then are tracked one by one.
+Buffers keep their addresses between steps, so a table is written once and kept. While a CUDA graph is captured, nothing
+may be uploaded. Norms without a table are then updated one by one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from kalmannorm._ops.triton_shared import await_previous
 __all__ = ["track", "track_many"]
 
 KEPT = 64
-"""Tables that are kept, the last ones written; what a CUDA graph reads is kept in any case."""
+"""Number of tables that are kept, the most recently written. Tables that a CUDA graph reads are always kept."""
 TILE = 2048
-"""Values of a row that a program looks at together."""
+"""Values of rows in one tile of a program."""
 
 # Columns of the table.
 COLUMNS = tl.constexpr(16)
 EXAMPLES = tl.constexpr(0)
 GROUPS = tl.constexpr(1)
 CHANNELS = tl.constexpr(2)
-SIZE = tl.constexpr(3)  # examples of a group
+SIZE = tl.constexpr(3)  # examples per group
 VALUES = tl.constexpr(4)
 BLOCKS = tl.constexpr(5)  # programs that share the norm
-ROWS = tl.constexpr(6)  # where its rows begin: means, variances, observed means, observed variances
-SCRATCH = tl.constexpr(7)  # where its new averages wait for the last of its programs
-COUNTS = tl.constexpr(8)  # addresses, of values, batches and skipped batches
-AVERAGES = tl.constexpr(11)  # addresses, of running mean, running variance, observed mean, observed variance
+ROWS = tl.constexpr(6)  # start of its rows: means, variances, observed means, observed variances
+SCRATCH = tl.constexpr(7)  # start of its new averages, until its last program stores them
+COUNTS = tl.constexpr(8)  # addresses of values, batches and skipped batches
+AVERAGES = tl.constexpr(11)  # addresses of running mean, running variance, observed mean, observed variance
 OBSERVED = tl.constexpr(13)
 RATES = tl.constexpr(15)  # two float32: momentum and observation momentum
 
@@ -78,7 +78,7 @@ def track_many_kernel(
         address(observed, tl.float32), address(observed + 1, tl.float32),
         address(counts, tl.int64), address(counts + 1, tl.int64), address(counts + 2, tl.int64),
         scratch_ptr + tl.load(row + SCRATCH), arrived_ptr + number,
-        # Only standard deviations need eps, and no norm of a converted model averages those.
+        # eps is 0: only averages of standard deviations need it, and no norm with a wire uses them.
         N, G, C, m, values, tl.load(rates), tl.load(rates + 1), 0.0,
         BG, BC, WIDE, ONE_TILE, False, KIND, CUMULATIVE, OBSERVES,
     )  # fmt: skip
@@ -86,10 +86,10 @@ def track_many_kernel(
 
 @dataclass
 class Table:
-    """What the kernel reads beside the rows, and how it is launched."""
+    """The inputs of the kernel other than the rows, and its launch options."""
 
     table: Tensor
-    work: Tensor  # of each program: which norm, which block of its channels
+    work: Tensor  # for each program: its norm, and its block of channels
     arrived: Tensor  # zeros between launches
     scratch: int
     options: dict[str, Any]
@@ -97,7 +97,7 @@ class Table:
 
 
 def track_many(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> None:
-    """Move the buffers of all these norms, none of which may be there twice; `tables` are kept from call to call."""
+    """Update the buffers of all these norms. No norm may occur twice. `tables` are kept between calls."""
     alike: dict[Any, list[TrackingRequest]] = {}
     for request in requests:
         alike.setdefault((request.kind, request.momentum is None, request.observed is not None), []).append(request)
@@ -109,7 +109,7 @@ def track_many(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) ->
             continue
         rows = torch.cat([rows.reshape(-1) for request in each for rows in request.rows()])
         scratch = torch.empty(table.scratch, device=rows.device, dtype=torch.float32)
-        table.arrived.zero_()  # as it is already, unless two streams have moved one model's statistics at a time
+        table.arrived.zero_()  # already zero, unless two streams updated the same model at once
         ready(track_many_kernel, (table.work.shape[0],), rows.device, **table.options)(
             rows, table.table, table.work, scratch, table.arrived
         )
@@ -117,7 +117,7 @@ def track_many(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) ->
 
 
 def _table(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> Table | None:
-    """Written where it is not known; None where that cannot be."""
+    """The table of these requests, written if it does not exist yet. None if it cannot be written now."""
     first = requests[0].posterior.mean
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
     key = first.device, requests[0].kind, *(_numbers(request) for request in requests)
@@ -125,7 +125,7 @@ def _table(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> Tab
     if table is None and capturing:
         return None
     if table is None:
-        with torch.inference_mode(False):  # what is kept must serve a training step too
+        with torch.inference_mode(False):  # the kept table is also used in training
             table = _written(requests, first.device)
         unused = [other for other, old in list(tables.items()) if not old.captured]
         for other in unused[: max(len(unused) + 1 - KEPT, 0)]:
@@ -136,7 +136,7 @@ def _table(requests: Sequence[TrackingRequest], tables: dict[Any, Table]) -> Tab
 
 
 def _numbers(request: TrackingRequest) -> tuple[Any, ...]:
-    """All that a table says of a norm."""
+    """All numbers of a norm in the table."""
     rates = request.momentum, request.observation_momentum
     sizes = request.examples, *request.posterior.mean.shape, request.size, request.values
     return *rates, *sizes, *(buffer.data_ptr() for buffer in request.buffers())
@@ -180,11 +180,11 @@ def _written(requests: Sequence[TrackingRequest], device: torch.device) -> Table
 
 
 def _rates(request: TrackingRequest) -> int:
-    """As the bits of an integer, which lie in the table as they are."""
+    """Both momenta as float32, stored in the bits of one int64 of the table."""
     rates = 0.0 if request.momentum is None else request.momentum, request.observation_momentum
     return int(torch.tensor(rates, dtype=torch.float32, device="cpu").view(torch.int64))
 
 
 def _uploaded(integers: Tensor, device: torch.device) -> Tensor:
-    """In the order of the stream: batches of ever new sizes need ever new tables, and must not wait for the device."""
+    """Copy to the device in stream order. New batch sizes need new tables, and this must not wait for the device."""
     return integers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else integers

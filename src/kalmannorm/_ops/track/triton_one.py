@@ -1,8 +1,8 @@
-"""The running statistics of a norm moved in one launch: `TrackedNorm._track`, which takes some 25 operations otherwise.
+"""Update the running statistics of a norm in one launch. `TrackedNorm._track` would need about 25 operations.
 
-Every program pools the groups of BC channels and finds where their averages would go. Of several, whichever comes last,
-by a count of integers, knows whether all of these are finite, and moves every buffer, or counts a skipped batch and
-moves none.
+Every program pools the groups of BC channels and computes their new averages. Programs count with an integer how many
+have finished. The last one knows whether all averages are finite. If they are, it updates every buffer. Otherwise it
+counts a skipped batch and updates nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kalmannorm._ops.triton_shared import await_previous, sum_of_products
 
 TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
-"""What is pooled and averaged: total variances, plain variances, or standard deviations as Batch Renorm does."""
+"""The quantity that is pooled and averaged: total variances, plain variances, or (Batch Renorm) standard deviations."""
 BAD = tl.constexpr(1 << 16)
-"""In the count of programs that have come: one of these had found a value that is not finite."""
+"""A program that found a value that is not finite adds this to the count of finished programs."""
 
 
 @triton.jit
 def share_of(group, N, G, m):
-    """Which part of the examples the groups hold; 0 where there is none."""
+    """The share of the examples in each group. 0 for groups that do not exist."""
     return tl.where(group < G, tl.minimum(N - group * m, m), 0).to(tl.float32) / N
 
 
@@ -37,7 +37,7 @@ def load_groups(rows_ptr, group, G, C, channel):
 
 @triton.jit
 def spread_of(mean, var, average, eps, KIND: tl.constexpr):
-    """What is averaged for the variance."""
+    """The quantity that is averaged for the variance."""
     if KIND == TOTAL:
         away = mean - average[None, :]
         var += away * away
@@ -53,7 +53,7 @@ def variance(spread, eps, KIND: tl.constexpr):
 
 @triton.jit
 def pool_tile(mean, var, share, eps, KIND: tl.constexpr):
-    """One row (C,) of groups that lie in one tile, each weighted by its examples."""
+    """Pool the groups of one tile to a row (C,), each weighted by its examples."""
     average = sum_of_products(mean, share[:, None], 0)
     spread = sum_of_products(spread_of(mean, var, average, eps, KIND), share[:, None], 0)
     return average, variance(spread, eps, KIND)
@@ -61,7 +61,7 @@ def pool_tile(mean, var, share, eps, KIND: tl.constexpr):
 
 @triton.jit
 def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.constexpr, KIND: tl.constexpr):
-    """The same of more groups than a tile holds."""
+    """Pool more groups than one tile holds to a row (C,)."""
     means = tl.zeros([BG, BC], tl.float32)
     for start in range(0, G, BG):
         group = start + tl.arange(0, BG)
@@ -78,7 +78,7 @@ def pool(mean_ptr, var_ptr, N, G, C, m, channel, eps, BG: tl.constexpr, BC: tl.c
 
 @triton.jit
 def updated(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
-    """Where the averages go: `averages.updated`, and Batch Renorm's own."""
+    """The new averages: `averages.updated`, or the rule of Batch Renorm."""
     step = new_mean - mean
     if KIND == SIGMA:
         sigma = tl.sqrt(var + eps)
@@ -92,14 +92,14 @@ def updated(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
 
 @triton.jit
 def broken(mean, var, mask):
-    """1 where any of these is NaN or Inf, else 0."""
+    """1 if any of these values is NaN or Inf, else 0."""
     finite = (tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf"))
     return tl.max((mask & ~finite).to(tl.int32), 0)
 
 
 @triton.jit
 def copy_rows(source_ptr, mean_ptr, var_ptr, C, channel):
-    """Two rows (C,), past the caches: other programs have written them."""
+    """Copy two rows (C,). L1 caches are bypassed, because other programs wrote the rows."""
     in_c = channel < C
     tl.store(mean_ptr + channel, tl.load(source_ptr + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
     tl.store(var_ptr + channel, tl.load(source_ptr + C + channel, mask=in_c, cache_modifier=".cg"), mask=in_c)
@@ -115,10 +115,10 @@ def track_block(
     BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr, ALONE: tl.constexpr,
     KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr,
 ):  # fmt: skip
-    """One of the `blocks` of BC channels of a norm; each is the work of one program."""
+    """Update one of the `blocks` of BC channels of a norm. Each program runs one block."""
     channel = block * BC + tl.arange(0, BC)
     in_c = channel < C
-    # All that can be loaded is asked for first: waiting is what takes the time here.
+    # Load everything first, because latency dominates here.
     seen = tl.load(values_ptr)
     batches = tl.load(batches_ptr)
     skipped = tl.load(skipped_ptr)
@@ -172,7 +172,7 @@ def track_block(
         if OBSERVES:
             tl.store(scratch_ptr + 2 * C + channel, observed_mean, mask=in_c)
             tl.store(scratch_ptr + 3 * C + channel, observed_var, mask=in_c)
-        tl.debug_barrier()  # all of this program's rows lie in memory before it counts as come
+        tl.debug_barrier()  # this program's rows must be in memory before it counts as finished
         arrived = tl.atomic_add(arrived_ptr, 1 + bad * BAD, sem="acq_rel") + 1 + bad * BAD
         if arrived % BAD == blocks:
             tl.store(arrived_ptr, 0)
@@ -209,7 +209,7 @@ def track_kernel(
 
 
 def track(request: TrackingRequest) -> None:
-    """Move the buffers of one norm, in one launch."""
+    """Update the buffers of one norm, in one launch."""
     none = (None, None)
     rows = [part.contiguous() for part in request.rows()]
     averages = *request.running, *(request.observed or none)
