@@ -297,7 +297,7 @@ class BatchKalmanNorm(GroupedNorm):
         wired = self.wire is not None and previous is None
         if wired:
             call = self.wire.begin()
-            previous = self.wire.previous(call, x) if self._fuses() else None
+            previous = self.wire.previous(call, x) if self._needs_prior() else None
         y, posterior = self._forward(x, previous, residual, relu)
         if wired:  # the relay keeps the posterior, not this layer
             self.wire.deliver(call, posterior)
@@ -308,7 +308,7 @@ class BatchKalmanNorm(GroupedNorm):
             self._hold(posterior)
         return y
 
-    def _fuses(self) -> bool:
+    def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""
         if self.prior_features is None:
             return False
@@ -325,8 +325,9 @@ class BatchKalmanNorm(GroupedNorm):
             gain = getattr(previous, "gain", None)  # computed together with the prior, for many norms
             return previous, self.gain if gain is None else gain
         full = self.covariance == "full"
-        fused = None if full or self.gain_logit is None else self.transition.fused(previous, self.gain_logit)
-        return fused or (self.transition(previous, full), self.gain)
+        logit = None if full else self.gain_logit
+        both = None if logit is None else self.transition.predict_with_gain(previous, logit)
+        return both or (self.transition(previous, full), self.gain)
 
     def _warn_without_previous(self) -> None:
         """Warn once. Without the warning, a forgotten `previous` would look like a filter that never learns."""

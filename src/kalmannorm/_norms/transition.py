@@ -83,7 +83,7 @@ class LearnedTransition(nn.Module):
         """A as a matrix, (C, P)."""
         return self.matrix if self.rank is None else self.left @ self.right
 
-    def fused(self, previous: Moments, logit: Tensor) -> tuple[Moments, Tensor] | None:
+    def predict_with_gain(self, previous: Moments, logit: Tensor) -> tuple[Moments, Tensor] | None:
         """Prior and gain in one launch. None if the device or the tensors do not allow it."""
         if self.rank is not None or transformed():
             return None
