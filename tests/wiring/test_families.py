@@ -20,6 +20,8 @@ import family_checks as checks  # noqa: E402
 import family_models as models  # noqa: E402
 import family_table as table  # noqa: E402
 
+from support.wide import narrow  # noqa: E402
+
 MODELS = {
     "test_resnet": 64,
     "test_efficientnet": 64,  # squeeze and excitation
@@ -60,7 +62,10 @@ def _quiet():
         yield
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("test_resnet", "test_efficientnet", "shufflenet_v2_x0_5", "efficientvim_m1")
+
+
+@pytest.mark.parametrize("name", narrow(MODELS, QUICK))
 def test_sources_counts_and_step(name):
     row, model = built(name)
     two, four = images(2, MODELS[name]), images(4, MODELS[name])
@@ -75,7 +80,7 @@ def test_sources_counts_and_step(name):
         assert checks.step_faults(converted, four) == []
 
 
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize("name", narrow(PRIORS, ("test_resnet", "efficientvim_m1")))
 def test_priors_are_near_what_is_observed(name):
     _, model = built(name)
     four = images(4, 128)

@@ -9,6 +9,7 @@ import torch
 
 from kalmannorm_command.app import run
 from support.lab_runs import ENVIRONMENT, kalmannorm, launcher, losses, weights
+from support.wide import narrow
 
 SETTING = [
     "--setting",
@@ -25,7 +26,11 @@ SETTING = [
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
-@pytest.fixture(scope="module", params=[("bkn", "float64"), ("bkn", "float32"), ("brn", "float64")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=narrow([("bkn", "float64"), ("bkn", "float32"), ("brn", "float64")], [("bkn", "float64")]),
+    ids="-".join,
+)
 def case(request):
     """A method and a precision; Batch Renorm corrects towards running statistics that must not move in between."""
     return request.param

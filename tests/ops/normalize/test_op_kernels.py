@@ -15,6 +15,7 @@ from kalmannorm._ops.normalize import registered as registered
 from kalmannorm._ops.normalize.tiling import Shape, launch_for, launch_of
 from support.op_arguments import TOLERANCE, channels_last, relative_error
 from support.poisoned import DEVICE, poison
+from support.wide import narrow
 
 pytestmark = [  # of Triton's interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -166,8 +167,42 @@ def results(function, inputs, case, grads):
     return [*outputs, *torch.autograd.grad(outputs, given, arriving)]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_matches_the_reference(case, monkeypatch):
+# Every kernel and rule once; a GPU runs all of them quickly.
+QUICK = (
+    "ragged last group, odd positions",
+    "NCHW, ragged, odd positions",
+    "one position: (N, C)",
+    "one value per group, the prior gives the variance",
+    "statistics batch larger than the batch",
+    "a gain per channel, a prior per group, one group",
+    "no prior",
+    "neither",
+    "weight and bias per group, as in Batch Renorm",
+    "a weight for all, a bias per group",
+    "residual and relu",
+    "residual and relu, NCHW",
+    "large mean",
+    "streamed",
+    "streamed, NCHW",
+    "streamed, more shares than are merged at a time",
+    "streamed, large mean, shares that begin with a short chunk",
+    "streamed, four abreast, none is a whole tile",
+    "streamed, abreast, even tiles",
+    "streamed, abreast, large mean",
+    "even tiles, streamed",
+    "even tiles, on chip, NCHW",
+    "even tiles, held",
+    "held, a ragged group of more positions than a warp has threads",
+    "on chip, many chunks",
+    "residual and relu, on chip, many chunks",
+    "bf16",
+    "fp16, residual, NCHW, streamed",
+)
+
+
+@pytest.mark.parametrize("name", narrow(CASES, QUICK))
+def test_matches_the_reference(name, monkeypatch):
+    case = CASES[name]
     force(monkeypatch, case)
     inputs = tensors(case)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
@@ -281,7 +316,7 @@ def test_gradients_of_moments_lie_anyhow(rows, first, launch, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["NHWC", "NCHW"])
+@pytest.mark.parametrize("last", narrow([True, False], [True]), ids=["NHWC", "NCHW"])
 @pytest.mark.parametrize("splits", [0, 2], ids=["on chip", "streamed"])
 def test_a_beginning_unlike_the_rest(splits, last, monkeypatch):
     """Blank first rows: where sums went on relative to them, 256 values would cost three digits of the variance."""
@@ -363,7 +398,7 @@ def test_a_nan_is_not_hidden_by_the_relu():
     assert y[2:].isfinite().all() and y[:2, ::2].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", narrow([torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("last", [True, False], ids=["NHWC", "NCHW"])
 @pytest.mark.parametrize("launch", [None, (16, 8, 0), (16, 8, 2)], ids=["as chosen", "on chip", "streamed"])
 def test_a_residual_gets_exactly_what_came_through_the_relu(launch, last, dtype, monkeypatch):
