@@ -191,7 +191,7 @@ def test_errors_say_what_would_work():
     for loader, kind, text in (
         ([], ValueError, "loader yielded no batch"),
         (spent, ValueError, "loader yielded no batch"),
-        (x, TypeError, r"give \[tensor\]"),
+        (x, TypeError, r"pass \[tensor\]"),
         ([object()], TypeError, "got a object. For other batches pass forward"),
         ([()], TypeError, "got an empty tuple"),
     ):
