@@ -334,7 +334,7 @@ def test_what_finished_is_recorded_where_other_cells_fail(tmp_path):
 def test_resume_insists_that_there_is_something_to_go_on_with(tmp_path):
     curves = {f"{method}-0": [(1, 50.0)] for method in ("bn", "bkn-learned", "bkn", "gn")}
     wanted = Wanted("digits", seeds=1)
-    with pytest.raises(LabError, match="nothing to go on with"):
+    with pytest.raises(LabError, match="nothing to resume"):
         reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)
     first = reproduced("small-64-8", wanted, tmp_path / "x", told(curves))
     again = reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)

@@ -1,7 +1,7 @@
 """The ten experiments, with the paper's numbers.
 
-Where the paper says BKN it means `bkn-learned`, a learned transition: its numbers stand beside that line. `bkn`, whose
-prior comes through the weights, and the `example` way of inference are ours; so is group norm, on stand-ins.
+The paper's BKN is `bkn-learned`, with a learned transition. Its numbers are shown next to that method. `bkn`, with a
+prior from the weights, and `example` inference are ours. Group norm on stand-in data sets is also ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _arms(gradient: int, statistics: int, *, renorm: bool = False) -> tuple[Arm,
 BASELINE = Arm("bn", Setting(256, 32), "BN baseline")
 CIFAR_BASELINE = Arm("bn", Setting(128, 128), "BN baseline")
 AT_240K = 240_000 * 16 / (34 * 1_281_167)
-"""The paper compares (16, 4) after 240,000 steps, 3 of the 34 epochs that we train."""
+"""The paper compares (16, 4) after 240,000 steps, which is 3 of the 34 epochs that we train."""
 AT_120K = 120_000 / 1_300_000
-"""Of the figure's 1,300,000 iterations, if those of ResNet-101 are counted as those of Inception-v2 are."""
+"""As a share of the figure's 1,300,000 iterations, if ResNet-101 is counted like Inception-v2."""
 
 _ALL = (
     Experiment(
