@@ -151,9 +151,9 @@ def _notes(chosen: Plan, results: Results) -> list[str]:
     notes = []
     if chosen.stand_in:
         real = f"{' and '.join(experiment.datasets)}"
-        notes.append(f"A stand-in: the paper's experiment is on {real} with its own nets, on all images.")
+        notes.append(f"This is a stand-in: the paper uses {real}, its own networks and all images.")
     if chosen.budget != 1 and not experiment.timed:
-        notes.append(f"Trained for {chosen.budget:g} of the full length.")
+        notes.append(f"The length of training is {chosen.budget:g} of the full length.")
     for dataset in chosen.datasets:
         for role, model in chosen.models.items():
             for arm in chosen.arms:
@@ -177,7 +177,7 @@ def _unmatched(chosen: Plan, results: Results) -> list[str]:
             off = results[cell.folder].result["parameters"] / wanted[cell.recipe.dataset] - 1
             if abs(off) > TOLERANCE:
                 notes.append(
-                    f"{cell.arm.label}: {off:+.1%} parameters beside BKN learned, the nearest in whole channels."
+                    f"{cell.arm.label}: {off:+.1%} parameters compared with BKN learned, the nearest possible with whole channels."
                 )
     return list(dict.fromkeys(notes))
 

@@ -101,7 +101,7 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
                 *(arm.name for arm in ours),
             ],
             "rows": rows,
-            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are left out.",
+            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are omitted.",
         }
     ]
 
