@@ -196,7 +196,7 @@ def check_parameters(record: dict, folder: Path) -> None:
     assert counts["BN"] == counts["BN baseline"] < counts["BN wide"] == counts["BN baseline, wide"]
     off = counts["BN wide"] / counts["BKN learned"] - 1
     assert abs(off) < 0.02
-    assert any("parameters beside BKN learned" in note for note in record["notes"]) == (abs(off) > 0.01)
+    assert any("parameters compared with BKN learned" in note for note in record["notes"]) == (abs(off) > 0.01)
     assert counts["BKN"] == counts["BN"] + 4  # a gain for each norm but the first
     assert all(is_accuracy(cell) for cell in column(table, "moving mean/var"))
     assert paper(table, "moving mean/var", method="BN wide") == [63.1]

@@ -176,8 +176,8 @@ _ALL = (
         ),
         timed=True,
         notes=(
-            "BN is torch.nn.BatchNorm2d. The paper's figures are for 4 Titan X. A batch of 32 is the share of one device in "
-            "its (256, 32).",
+            "BN is torch.nn.BatchNorm2d. The paper's figures are for 4 Titan X. A batch of 32 is the share "
+            "of one device in its (256, 32).",
         ),
     ),
     Experiment(

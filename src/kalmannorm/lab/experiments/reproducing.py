@@ -177,7 +177,7 @@ def _unmatched(chosen: Plan, results: Results) -> list[str]:
             off = results[cell.folder].result["parameters"] / wanted[cell.recipe.dataset] - 1
             if abs(off) > TOLERANCE:
                 notes.append(
-                    f"{cell.arm.label}: {off:+.1%} parameters compared with BKN learned, the nearest possible with whole channels."
+                    f"{cell.arm.label}: {off:+.1%} parameters compared with BKN learned, the nearest in whole channels."
                 )
     return list(dict.fromkeys(notes))
 
