@@ -253,7 +253,7 @@ def test_experiment(name, tmp_path):
     assert read_json(folder / "experiment.json") == json.loads(json.dumps(record))
     assert record["name"] == name and record["stand_in"] is True
     assert record["dataset"] == "digits" and record["models"] == ["digits-net"] and record["budget"] == 0.1
-    assert record["origin"]["torch"] and "A stand-in" in record["notes"][0]
+    assert record["origin"]["torch"] and "a stand-in" in record["notes"][0]
     for group in [group for figure in record["figures"] for group in figure.get("groups", [])]:
         assert group["runs"] and all((folder / run / "result.json").is_file() for run in group["runs"])
     if name in ACCURACIES:
@@ -361,7 +361,7 @@ def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, cap
     options = "--budget 0.1 --seeds 1 --paper-only --train-examples 128 --test-examples 20 --device cpu"
     assert command(["reproduce", "small-64-8", "--dataset", "digits", *options.split()]) == 0
     shown = capsys.readouterr().out
-    for words in ("figure 5 of the paper", "A stand-in", "66.02", "BKN learned", "The page: runs/small-64-8-digits"):
+    for words in ("figure 5 of the paper", "a stand-in", "66.02", "BKN learned", "The page: runs/small-64-8-digits"):
         assert words in shown, words
     assert "</html>" in Path("runs/small-64-8-digits/report.html").read_text()
     assert command(["reproduce", "--list"]) == 0
