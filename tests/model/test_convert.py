@@ -257,7 +257,7 @@ def test_untrained_statistics_start_afresh_and_trained_ones_are_carried():
 
 
 ERRORS = {
-    "twice": (lambda: convert(convert(small_net(), image()), image()), ValueError, "converted already.*rewire"),
+    "twice": (lambda: convert(convert(small_net(), image()), image()), ValueError, "already converted.*rewire"),
     "no norms": (lambda: convert(nn.Linear(2, 2), torch.ones(1, 2)), ValueError, "Linear contains no batch norm"),
     "no example": (lambda: convert(small_net()), ValueError, "example_input must be given"),
     "unknown target": (lambda: convert(small_net(), image(), to="kalmann"), ValueError, "to must be one of 'kalman'"),

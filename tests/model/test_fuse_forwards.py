@@ -145,7 +145,7 @@ LEFT = {
     by_chance: "random numbers",
     assigned: "assigns attributes",
     by_value: "cannot be traced",
-    deceitful: "other numbers",
+    deceitful: "would differ",
     deceitful_in_training: "in training would differ",
     lambda net, x: net.act(net.bn(net.conv(x))): "followed by ReLU6",
     lambda net, x: F.gelu(net.bn(net.conv(x))): "followed by gelu",
