@@ -113,7 +113,7 @@ def test_tiny_imagenet_is_fetched_whole(tiny, monkeypatch):
         zipfile.ZipFile(archive).extractall(folder)
 
     monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", unreachable)
-    with pytest.raises(LabError, match=f"put the folder tiny-imagenet-200, .*into {target}"):
+    with pytest.raises(LabError, match=f"put the folder tiny-imagenet-200 from .*into {target}"):
         data.find("tiny-imagenet").fetch(target, lambda line: None)
     monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", download)
     data.find("tiny-imagenet").fetch(target, lambda line: None)

@@ -82,7 +82,9 @@ def spelled(shape: Sequence[int]) -> str:
 def parse_shape(text: str) -> Shape:
     found = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})x(\d{1,9})", text.strip())
     if found is None or not all(map(int, found.groups())):
-        raise LabError(f"--shape {text!r} cannot be read: give examples, channels, height, width, such as 32x256x56x56")
+        raise LabError(
+            f"--shape {text!r} is not understood: give examples, channels, height, width, such as 32x256x56x56"
+        )
     examples, channels, height, width = map(int, found.groups())
     check_fits(f"numbers of --shape {text}", (examples, channels, height, width), 4, "give a smaller one")
     return examples, channels, height, width

@@ -129,7 +129,7 @@ class Cifar:
                 failures.append(str(error))
         raise LabError(
             f"{self.name} could not be downloaded ({'; '.join(failures)}): put the folder {self.folder} from the "
-            f"python version at {PAGE}, into {root}"
+            f"python version at {PAGE} into {root}"
         )
 
     def _from_torchvision(self, folder: Path, say: Say) -> None:
