@@ -218,7 +218,7 @@ def test_ctrl_c_lets_every_worker_save_and_says_how_to_go_on(under_way):
     assert Run.read(folder / "cell-0").finished
     assert not list(folder.glob("cell-[345]")), "a cell was begun after Ctrl-C"
     assert "1 of 6 runs are finished" in printed
-    assert f"to continue, run: python comparing.py {folder}" in printed
+    assert f"resume with: python comparing.py {folder}" in printed
 
 
 def test_workers_of_a_killed_comparison_save_and_end(under_way):

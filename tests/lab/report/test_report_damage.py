@@ -204,7 +204,7 @@ def test_a_drawing_beside_the_page_is_as_harmless_as_that_in_it(runs, tmp_path, 
 def test_of_several_drawings_the_first_that_can_be_read_is_shown(runs):
     (runs[0] / "wiring.svg").write_text("<svg")
     page, told = reported(runs[0].parent)
-    assert len(told) == 1 and "wiring.svg is corrupted" in told[0]
+    assert len(told) == 1 and "wiring.svg is damaged" in told[0]
     assert "no prior: no norm before it" in page
 
 

@@ -105,7 +105,7 @@ def _gathered(cells: Sequence[Cell], folder: Path, outcomes: dict[str, Outcome])
     runs = [Run.read(folder / name) for name, recipe in cells if table.finished(folder / name, recipe)]
     if any(outcome.kind == "interrupted" for outcome in outcomes.values()):
         raise Interrupted(
-            f"{len(runs)} of {len(cells)} runs are finished, running ones are saved; to continue, run: {command()}"
+            f"{len(runs)} of {len(cells)} runs are finished, running ones are saved; resume with: {command()}"
         )
     failures = {name: outcome.reason for name, outcome in outcomes.items() if outcome.kind == "failed"}
     if failures:

@@ -75,7 +75,7 @@ class Cifar:
         for file in self.files:
             path = self.where(root) / file.name
             if not path.is_file():
-                raise MissingDataError(f"there is no {path}: to get it, run {remedy(self.name, root)}")
+                raise MissingDataError(f"there is no {path}: get it with {remedy(self.name, root)}")
             if path.stat().st_size < file.examples * PIXELS:
                 raise self._damaged(path, "cut short")
 
@@ -93,7 +93,7 @@ class Cifar:
         return Resident.chosen(self, train, test, options, mean=mean, std=std, padding=4)
 
     def _damaged(self, path: Path, why: str) -> DamagedDataError:
-        return DamagedDataError(f"{path} is corrupted ({why}): repair it: {remedy(self.name, path.parent.parent)}")
+        return DamagedDataError(f"{path} is damaged ({why}): repair it with {remedy(self.name, path.parent.parent)}")
 
     def _read(self, path: Path, file: File) -> Split:
         raw = path.read_bytes()
@@ -101,7 +101,7 @@ class Cifar:
             record = _Unpickler(io.BytesIO(raw), encoding="latin1").load()
             pixels = np.ascontiguousarray(record["data"])
             labels = np.asarray(record[self.label_key], np.int64)
-        except Exception:  # a corrupted pickle may raise anything
+        except Exception:  # a damaged pickle may raise anything
             raise self._damaged(path, "not a pickle of CIFAR") from None
         if pixels.dtype != np.uint8 or pixels.shape != (file.examples, PIXELS) or labels.shape != (file.examples,):
             raise self._damaged(path, f"it does not contain {file.examples:,} images")

@@ -47,7 +47,7 @@ def opened(path: str | Path) -> Image:
         raise
     except PIL.Image.DecompressionBombError:
         raise _too_large(path, f"more than {2 * MOST_PIXELS:,}") from None
-    except Exception as error:  # Pillow may raise anything for a corrupted file
+    except Exception as error:  # Pillow may raise anything for a damaged file
         reason = " ".join(_named(error).split())
         raise DamagedDataError(f"{path} is not a readable image ({reason}): restore it or delete it") from None
 
@@ -99,7 +99,7 @@ def pixels(paths: Sequence[Path], side: int) -> NDArray[np.uint8]:
         image = np.asarray(opened(paths[position]))
         if image.shape != (side, side, 3):
             height, width = image.shape[:2]
-            raise DamagedDataError(f"{paths[position]} is corrupted: {width}×{height} pixels instead of {side}×{side}")
+            raise DamagedDataError(f"{paths[position]} is damaged: {width}×{height} pixels instead of {side}×{side}")
         result[position] = image.transpose(2, 0, 1)
 
     _in_threads(decode, range(len(paths)))

@@ -86,7 +86,7 @@ class TinyImageNet:
             ) from error
 
     def _damaged(self, path: Path, why: str, root: Path) -> DamagedDataError:
-        return DamagedDataError(f"{path} is corrupted ({why}): repair it: {remedy(self.name, root)}")
+        return DamagedDataError(f"{path} is damaged ({why}): repair it with {remedy(self.name, root)}")
 
     def _listings(self, root: Path) -> tuple[Listing, Listing]:
         """Training and test files. An error if their number or names are wrong."""
@@ -94,7 +94,7 @@ class TinyImageNet:
         train, annotations = base / "train", base / "val" / "val_annotations.txt"
         if not train.is_dir() or not annotations.is_file():
             lacking = annotations if train.is_dir() else train
-            raise MissingDataError(f"there is no {lacking}: to get it, run {remedy(self.name, root)}")
+            raise MissingDataError(f"there is no {lacking}: get it with {remedy(self.name, root)}")
         names = sorted(path.name for path in train.iterdir() if path.is_dir())
         if len(names) != self.classes:
             raise self._damaged(train, f"{len(names)} classes instead of {self.classes}", root)
@@ -145,14 +145,14 @@ def _fingerprint(listings: tuple[Listing, Listing]) -> str:
 
 
 def _read_cache(path: Path, fingerprint: str) -> list[NDArray[np.uint8]] | None:
-    """The cached arrays. None if there is no cache, if it belongs to other files, or if it is corrupted."""
+    """The cached arrays. None if there is no cache, if it belongs to other files, or if it is damaged."""
     if not path.is_file():
         return None
     try:
         with np.load(path) as saved:
             if str(saved["fingerprint"]) == fingerprint:
                 return [saved["train"], saved["test"]]
-    except Exception:  # a corrupted file may raise anything
+    except Exception:  # a damaged file may raise anything
         pass
     return None
 

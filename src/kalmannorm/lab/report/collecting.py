@@ -1,6 +1,6 @@
 """Reads folders of runs and experiments. Runs may be in any state.
 
-A corrupted file does not stop a report. The readable parts are shown, and `Collected.damaged` lists the others.
+A damaged file does not stop a report. The readable parts are shown, and `Collected.damaged` lists the others.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def read(path: Path) -> Element:
             raise LabError(f"{path} is not a plain drawing: it defines entities")
         root = ElementTree.fromstring(source)
     except (OSError, ValueError, ElementTree.ParseError) as error:
-        raise LabError(f"{path} is corrupted ({error})") from None
+        raise LabError(f"{path} is damaged ({error})") from None
     if _name(root) != "svg":
         raise LabError(f"{path} is not a drawing")
     layer, depth = [root], 0
