@@ -1,10 +1,10 @@
-"""Takes records again on this machine, by the commands that they name.
+"""Measures records again on this machine, with the commands that they name.
 
-    python benchmarks/again.py h200 -o folder    # all whose names hold "h200", a CSV of the same name for each
-    python benchmarks/again.py h200 --list       # only say which, and how
+    python benchmarks/again.py h200 -o folder    # all with "h200" in their names, one CSV of the same name for each
+    python benchmarks/again.py h200 --list       # only print which, and the commands
 
-One after the other, because two would wait for each other. What was measured is put into benchmarks/records by whoever
-has looked at it; `python benchmarks/measured.py` then writes the tables. Launches have a sweep of their own.
+They run one after the other, because two at once would disturb each other. Check the results, then copy them to
+benchmarks/records by hand. `python benchmarks/measured.py` then writes the tables. Launches have their own sweep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kalmannorm.lab.bench.output import write_csv
 
 
 def command_of(path: Path) -> list[str]:
-    """As its first row has it, without the file that it was written to; none where it names no command."""
+    """The command in the record's first row, without the output file. Empty if it has none."""
     words = shlex.split(read(path)[0].get("command", ""))
     for option in ("-o", "--output"):
         if option in words:
@@ -32,7 +32,7 @@ def command_of(path: Path) -> list[str]:
 
 
 def program(words: list[str]) -> list[str]:
-    """With this Python, whether the package is installed or not."""
+    """The command with this Python, whether the package is installed or not."""
     name, *arguments = words
     return [sys.executable, *(["-m", "kalmannorm"] if name == "kalmannorm" else []), *arguments]
 
@@ -47,9 +47,9 @@ def take(words: list[str], output: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help='part of the names of records, as "h200" or "steps-resnet101"')
-    parser.add_argument("-o", "--output", type=Path, help="a folder for what is measured")
-    parser.add_argument("--list", action="store_true", help="only say what would be run")
+    parser.add_argument("name", help='part of the names of records, such as "h200" or "steps-resnet101"')
+    parser.add_argument("-o", "--output", type=Path, help="a folder for the results")
+    parser.add_argument("--list", action="store_true", help="only print the commands")
     options = parser.parse_args()
     found = {path.name: command_of(path) for path in sorted(RECORDS.glob(f"*{options.name}*.csv"))}
     chosen = {name: words for name, words in found.items() if words}
@@ -60,19 +60,19 @@ def main() -> None:
             print(f"{name}: {shlex.join(words)}")
         return
     if options.output is None:
-        parser.error("-o FOLDER: where to write what is measured")
+        parser.error("-o FOLDER: the folder for the results")
     options.output.mkdir(parents=True, exist_ok=True)
     failed = []
     for name, words in chosen.items():
         start = time.monotonic()
         status = take(words, options.output.resolve() / name)
         print(
-            f"{name}: {'taken' if status == 0 else f'failed, exit {status}'}, {time.monotonic() - start:.0f} s",
+            f"{name}: {'measured' if status == 0 else f'failed, exit {status}'}, {time.monotonic() - start:.0f} s",
             flush=True,
         )
         failed += [name] if status else []
     if failed:
-        sys.exit(f"not taken: {', '.join(failed)}")
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -33,19 +33,19 @@ RECORD = RECORDS / "attack.jsonl"
 DOCUMENT = ROOT / "docs" / "reliability.md"
 TESTS = ROOT / "tests"
 AREAS = {"numbers": 100_000, "flips": 400, "options": 3_000, "hostile": 300, "kills": 20, "reports": 100}
-"""The areas, in the order of the table, and how many attacks of each are made unless the command says otherwise."""
+"""The areas, in the order of the table, and the default number of attacks of each."""
 
 Row = dict[str, Any]
 
 
 def attack(area: str, count: int, seed: int, limit: float | None = None, tests: Path = TESTS) -> Row:
-    """One line of the record, without where it comes from."""
+    """One line of the record, without its origin."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=f"attack-{area}-", ignore_cleanup_errors=True) as scratch:
         result = Path(scratch) / "result.json"
         (folder := Path(scratch) / "folder").mkdir()
         words = [sys.executable, __file__, "--inside", area, str(count), str(seed), folder, result, tests]
-        # A session of its own, so that what the area has started can be ended together with it.
+        # In a session of its own, so that all processes of the area can be ended together.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread, as in the test suite
         process = subprocess.Popen([str(word) for word in words], cwd=ROOT, env=environment, start_new_session=True)
         try:
@@ -54,7 +54,7 @@ def attack(area: str, count: int, seed: int, limit: float | None = None, tests: 
         except subprocess.TimeoutExpired:
             error = f"stopped after {limit:g} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # where nothing of it is left
+            with contextlib.suppress(ProcessLookupError):  # if none of its processes is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         found = {"counts": {}, "must_be_zero": []} if error else json.loads(result.read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def inside(area: str, count: int, seed: int, folder: Path, result: Path, tests: 
 
 
 def faults(row: Row) -> list[str]:
-    """What is wrong with an area, in words; nothing where all is well."""
+    """The problems of an area, as sentences. Empty if there are none."""
     if row["error"]:
         return [f"{row['area']}: {row['error']}"]
     found = {name: row["counts"].get(name) for name in row["must_be_zero"]}
@@ -83,7 +83,7 @@ def read() -> list[Row]:
 
 
 def keep(rows: list[Row]) -> None:
-    """Put these lines into the record, in the place of older ones of the same areas."""
+    """Write these lines into the record. They replace older ones of the same areas."""
     by_area = {row["area"]: row for row in [*read(), *rows]}
     ordered = sorted(by_area.values(), key=lambda row: list(AREAS).index(row["area"]))
     RECORD.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered), encoding="utf-8")
@@ -107,7 +107,7 @@ def _told(row: Row, zero: bool) -> str:
 
 
 def section(rows: list[Row]) -> str:
-    """What the document says of the record."""
+    """The document's section about the record."""
     if not rows:
         return "Nothing has been recorded yet.\n"
     text = [*table(rows), ""]
@@ -124,7 +124,7 @@ def _source(row: Row) -> str:
 
 
 def written(text: str) -> str:
-    """The document with the table as the record has it."""
+    """The document with the table of the record."""
     return placed(text, RECORD.name, section(read()), DOCUMENT.name)
 
 
@@ -133,7 +133,7 @@ def document() -> None:
 
 
 def chosen(words: list[str]) -> dict[str, int]:
-    """Areas and counts from words such as `flips` and `flips=50`; all where there are none."""
+    """Areas and counts from words such as `flips` and `flips=50`. Without words, all areas."""
     found = {}
     for word in words:
         area, _, count = word.partition("=")
@@ -152,8 +152,8 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = ", ".join(f"{area}={count}" for area, count in AREAS.items())
-    parser.add_argument("areas", nargs="*", metavar="AREA[=COUNT]", help=f"what to attack; unless given, {defaults}")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices of every area")
+    parser.add_argument("areas", nargs="*", metavar="AREA[=COUNT]", help=f"areas to attack; default: {defaults}")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices of every area")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop an area that takes longer")
     parser.add_argument("--no-record", action="store_true", help="print the table and write nothing")
     parser.add_argument("--table", action="store_true", help="attack nothing; write the document from the record")
@@ -176,10 +176,10 @@ def main() -> int:
 
 
 def _attacked(areas: dict[str, int], seed: int, limit: float | None) -> list[Row]:
-    from kalmannorm.lab.machine.origin import origin  # here, because an area's own process does without it
+    from kalmannorm.lab.machine.origin import origin  # imported here, because the processes of areas do not need it
 
     source, rows = origin("torchvision", "triton"), []
-    del source["threads"]  # of this process, which attacks nothing
+    del source["threads"]  # of this process, which does not attack
     for area, count in areas.items():
         print(f"{area}: {count:,} attacks", flush=True)
         rows.append({**attack(area, count, seed, limit), **source})

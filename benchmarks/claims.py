@@ -1,15 +1,15 @@
-"""Figures that README and guides name in words and that no other benchmark measures.
+"""Figures in the text of README and guides that no other benchmark measures.
 
     python benchmarks/claims.py      # writes benchmarks/records/claims.jsonl, and its table in docs/performance.md
 
-fused       A converted ResNet-18, 8 noise images of 64², m = 2, one training forward and backward, fused and not, from
-            the same weights, in three precisions. `difference` is the largest difference of the two, relative to the
-            largest value: of logits, and of the gradient of each parameter (the median over parameters). `fused_error`
-            and `error` are how far each is from the unfused model in float64.
-parameters  What `transition="learned"` adds to a net, as a share of the net's own parameters.
-width       How far digits-net is from the parameters of BKN learned when `reproduce parameters` has widened it.
-chains      Of the norms whose prior variance is outside 0.5 to 2 of the observed one, how many are below: in nets with
-            long chains of sums without a norm, on four noise images, as in families.csv.
+fused       A converted ResNet-18, 8 noise images of 64², m = 2, one training forward and backward, fused and unfused,
+            from the same weights, in three precisions. `difference` is the largest difference of the two, relative to
+            the largest value: of logits, and of the gradient of each parameter (the median over parameters).
+            `fused_error` and `error` are the differences of each from the unfused model in float64.
+parameters  The parameters that `transition="learned"` adds to a network, as a share of its own parameters.
+width       How far digits-net is from the parameters of BKN learned after `reproduce parameters` has widened it.
+chains      Of the norms whose prior variance is outside 0.5 to 2 of the observed one, how many are below: in networks
+            with long chains of sums without a norm, on four noise images, as in families.csv.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def step(model: nn.Module, x: Tensor, precision: str) -> Results:
 
 
 def off(one: Results, other: Results) -> dict[str, float]:
-    """How far two results are apart: their logits, and their gradients, the median over parameters."""
+    """The difference of two results: of their logits, and of their gradients, the median over parameters."""
     apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(one, other, strict=True) if b.abs().max() > 0]
     return {"logits": float(f"{apart[0]:.1e}"), "gradients": float(f"{statistics.median(apart[1:]):.1e}")}
 
@@ -113,7 +113,7 @@ def read(claim: str) -> list[Row]:
 
 
 def written(text: str) -> str:
-    """docs/performance.md with the table of `fused` as the record has it."""
+    """docs/performance.md with the table of `fused` from the record."""
     kinds = {"difference": "fused and unfused", "fused_error": "fused and float64", "error": "unfused and float64"}
     parts = [(name, part) for part in ("logits", "gradients") for name in kinds]
     headings = ["", *(f"{part}: {kinds[name]}" for name, part in parts)]

@@ -1,9 +1,10 @@
-"""What `convert` costs: seconds, and the resident peak beside that of one forward without gradients.
+"""The cost of `convert`: seconds, and the peak of resident memory compared with one forward without gradients.
 
     python benchmarks/conversion.py                 # ResNet-101 at 224², both transitions, in place and copied
 
-Each figure is of a process of its own, because a resident peak is never given back. `own_ratio` is to a forward of the
-same kind: where convert makes a copy, to one of a copy, which takes as much memory as the allocator likes.
+Each figure is measured in its own process, because the peak of resident memory never decreases. `own_ratio` compares
+with a forward of the same kind: if convert makes a copy, with the forward of a copy, whose memory depends on the
+allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TASKS = tuple(f"{what} {place}" for what in ("forward", "weights", "learned") fo
 
 
 def measure(what: str, name: str, batch: int, size: int, threads: int) -> tuple[float, float, float]:
-    """Seconds, those of processors, and peak MiB of one task in this very process."""
+    """Wall-clock seconds, processor seconds and peak MiB of one task in this process."""
     import torch
     import torchvision
 

@@ -1,14 +1,14 @@
-"""Does a model survive the way to its users? 20 families of timm and torchvision: `make deploy-check`.
+"""Checks deployment with 20 families of timm and torchvision: `make deploy-check`.
 
-For each model, with random weights, scales and shifts away from 1 and 0 and the statistics of a batch of noise, the
-logits of other noise are compared with those of the BatchNorm model it was, relative to the largest of them:
+Each model has random weights, γ and β away from 1 and 0, and the statistics of a batch of noise. Its logits on other
+noise are compared with those of the original BatchNorm model, relative to the largest logit:
 
     converted       by `convert`, in population inference
-    batchnorm       turned back by `to_batchnorm`: equal to the last bit, or not
+    batchnorm       turned back by `to_batchnorm`: equal bits or not
     folded          by `fold`
     onnxruntime     the folded model, exported with a dynamic batch and run on 1, 3 and 5 examples
 
-Writes benchmarks/records/deploy.csv; `--check` writes nothing, and fails where an error is above the limit.
+Writes benchmarks/records/deploy.csv. `--check` writes nothing, and fails if an error is above the limit.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ Row = dict[str, Any]
 
 
 def build(chosen: Chosen) -> nn.Module:
-    """In eval mode, with random weights and non-trivial norms."""
+    """The model in eval mode, with random weights and non-trivial norms."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the models' own code
+        warnings.simplefilter("ignore")  # warnings of the models' own code
         if chosen.library == "timm":
             model: nn.Module = timm.create_model(chosen.model)
         else:
@@ -91,7 +91,7 @@ def noise(chosen: Chosen, examples: int, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def trained(model: nn.Module, x: Tensor) -> nn.Module:
-    """γ and β away from 1 and 0; statistics near those of a batch, so that features keep their scale."""
+    """Move γ and β away from 1 and 0, and set statistics near those of a batch, so that features keep their scale."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -155,7 +155,7 @@ def examine(chosen: Chosen, *, onnx: bool = True) -> Row:
 
 
 def faults(row: Row) -> list[str]:
-    """What of a row is not as it should be."""
+    """The problems of a row."""
     above = [stage for stage in ("converted", "fold", "onnxruntime") if stage in row and float(row[stage]) > LIMIT]
     found = [f"{row['model']}: {stage} is off by {row[stage]}" for stage in above]
     if row["batchnorm"] != "equal":
@@ -165,15 +165,15 @@ def faults(row: Row) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Convert, fold and export 20 families, and compare their logits.")
-    parser.add_argument("--only", metavar="NAME,NAME", help="these families alone; prints, and writes nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where an error is above the limit")
+    parser.add_argument("--only", metavar="NAME,NAME", help="only these families; writes nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if an error is above the limit")
     options = parser.parse_args()
     wanted = set(options.only.split(",")) if options.only else {chosen.family for chosen in FAMILIES}
     unknown = wanted - {chosen.family for chosen in FAMILIES}
     if unknown:
         parser.error(f"--only: there is no family {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # small models gain nothing from more
+    torch.set_num_threads(1)  # small models gain nothing from more threads
     rows, source, found = [], origin("timm", "torchvision", "onnxruntime"), list[str]()
     for chosen in FAMILIES:
         if chosen.family in wanted:

@@ -1,16 +1,17 @@
-"""Is the wiring right? Every timm family with BatchNorm, and every torchvision classifier: `make families`.
+"""Checks the wiring of every timm family with BatchNorm, and of every torchvision classifier: `make families`.
 
 For each model, with random weights and a noise image of its default size:
 
-    sources      the norms that feed each norm, as `wiring` tells them, against an autograd oracle (family_checks.py)
+    sources      the norms that feed each norm according to `wiring`, compared with an autograd oracle
+                 (family_checks.py)
     wired        how many of the norms that have a norm before them got a prior, with either transition
-    step         one training step in groups of two: everything finite, a gradient for every parameter of a wired norm
-    prior        of `weights`, on four images and a gain near 1: over the norms, the median correlation (over channels)
-                 of prior and observed means, the median ratio of prior to observed variance, how far the means are
-                 apart in deviations, and the share of norms that meet both targets by themselves
+    step         one training step in groups of two: all values finite, a gradient for every parameter of a wired norm
+    prior        the prior of `weights`, on four images and with a gain near 1. Over the norms: the median correlation
+                 (over channels) of prior and observed means, the median ratio of prior to observed variance, the
+                 difference of the means in standard deviations, and the share of norms that meet both targets
     seconds      of `convert`, with `weights`
 
-Writes benchmarks/records/families.csv and from it docs/families.md; `--check` compares with the record instead.
+Writes benchmarks/records/families.csv, and docs/families.md from it. `--check` compares with the record instead.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ RECORD = HERE / "records" / "families.csv"
 DOCUMENT = HERE.parent / "docs" / "families.md"
 EXACT = ("norms", "fed", "learned", "weights", "sources", "step")
 CLOSE = {"correlation": 0.05, "ratio": 0.2}
-"""How far a prior may be from the record before `--check` complains: other versions draw other weights."""
+"""The largest difference between a prior and the record in `--check`. Other versions draw other weights."""
 
 Row = dict[str, Any]
 
@@ -89,7 +90,7 @@ def examine(chosen: models.Chosen, device: str = "cpu") -> Row:
 def _examine(job: tuple[models.Chosen, str, int]) -> Row | str:
     chosen, device, threads = job
     torch.set_num_threads(threads)
-    warnings.simplefilter("ignore")  # of the models' own code
+    warnings.simplefilter("ignore")  # warnings of the models' own code
     try:
         return examine(chosen, device)
     except Exception:
@@ -101,7 +102,7 @@ def _examine(job: tuple[models.Chosen, str, int]) -> Row | str:
 
 
 def source(device: str) -> dict[str, str]:
-    """Where the figures come from; each model runs with threads of its own."""
+    """The origin of the figures. Each model runs with its own number of threads."""
     found = origin("timm", "torchvision")
     del found["threads"]
     return found | ({"hardware": torch.cuda.get_device_name()} if device == "cuda" else {})
@@ -128,7 +129,7 @@ def chosen_models(rows: list[Row], only: str | None, search: bool) -> list[model
 
 
 def differences(old: Row, new: Row) -> list[str]:
-    """What a fresh row says otherwise than the record."""
+    """The differences between a new row and the record."""
     found = [f"{key}: {old[key]} in the record, now {new[key]}" for key in EXACT if str(old[key]) != str(new[key])]
     for key, tolerance in CLOSE.items():
         was, now = (float(row[key]) if row[key] else None for row in (old, new))
@@ -149,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Wire every family of timm and torchvision, and check it.")
     parser.add_argument("--only", metavar="NAME,NAME", help="these families or models; the other rows stay")
     parser.add_argument("--check", action="store_true", help="compare with the record; write nothing")
-    parser.add_argument("--search", action="store_true", help="look for families and their smallest models anew")
+    parser.add_argument("--search", action="store_true", help="search for families and their smallest models again")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default 1)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each (default 2)")

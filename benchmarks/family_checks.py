@@ -1,7 +1,7 @@
-"""What `families.py` checks of one model: who feeds whom, that training steps work, how good the priors are.
+"""The checks of `families.py` for one model: the sources of norms, training steps, and the quality of priors.
 
-The oracle knows nothing of the tracer: norm j feeds norm k where a random projection of k's input has a non-zero
-gradient by j's output, every norm's output being cut off from what lies before it.
+The oracle does not use the tracer. Every norm's output is cut off from the graph before it. Norm j feeds norm k if a
+random projection of k's input has a non-zero gradient with respect to j's output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import kalmannorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 
 SIGNAL = 10
-"""A correlation counts where the spread of the observed means over channels is this many times their own variance."""
+"""A correlation counts if the variance of observed means over channels is this many times their own variance."""
 
 
 def _randomised(model: nn.Module) -> nn.Module:
@@ -39,7 +39,7 @@ def _randomised(model: nn.Module) -> nn.Module:
 
 
 class _Oracle:
-    """Takes the place of every norm's forward, and asks for the gradients as soon as an input is there."""
+    """Replaces the forward of every norm, and computes gradients as soon as it gets an input."""
 
     def __init__(self, model: nn.Module) -> None:
         self.feeds: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ class _Oracle:
 
 
 def fed_by(model: nn.Module, x: Tensor) -> dict[str, set[str]]:
-    """For every norm that runs, the norms that feed it: as it runs in eval, else as it runs in training."""
+    """For every norm that runs, the norms that feed it in eval, or in training if it does not run in eval."""
     feeds: dict[str, set[str]] = {}
     everything = set(norms_of(model))
     with torch.random.fork_rng():
@@ -100,7 +100,7 @@ def fed_by(model: nn.Module, x: Tensor) -> dict[str, set[str]]:
 
 
 def differences(expected: dict[str, set[str]], wiring: kalmannorm.Wiring) -> list[str]:
-    """Where the report's sources are not the oracle's, one line for each norm."""
+    """The norms whose sources in the report differ from the oracle's, one line for each norm."""
     found = []
     for norm in wiring.norms:
         truth, told = expected.get(norm.name, set()), set(norm.sources)
@@ -110,7 +110,7 @@ def differences(expected: dict[str, set[str]], wiring: kalmannorm.Wiring) -> lis
 
 
 def step_faults(model: nn.Module, x: Tensor) -> list[str]:
-    """One training step of a converted model: what is not finite, and which parameters of wired norms got nothing."""
+    """One training step of a converted model: non-finite values, and parameters of wired norms without gradient."""
     torch.manual_seed(0)
     model.train()
     model.zero_grad(set_to_none=True)
@@ -130,15 +130,15 @@ def step_faults(model: nn.Module, x: Tensor) -> list[str]:
 
 
 class Prior(NamedTuple):
-    """How the prior of one norm compares with what it observed."""
+    """The prior of one norm, compared with its observation."""
 
-    correlation: float | None  # over channels, of the means; None where the observed ones hardly differ
+    correlation: float | None  # of the means, over channels; None if the observed means hardly differ
     ratio: float  # median over channels of prior variance / observed variance
     offset: float  # median over channels of |prior mean - observed mean|, in observed deviations
 
 
 def priors(model: nn.Module, x: Tensor) -> dict[str, Prior]:
-    """Of every norm with a prior, in one training forward of a model converted with `weights` and a gain near 1."""
+    """The prior of every norm, in one training forward of a model converted with `weights` and a gain near 1."""
     found: dict[str, Prior] = {}
     counts: Counter[str] = Counter()
 
@@ -178,7 +178,7 @@ def _compared(prior: kalmannorm.Moments, x: Tensor) -> Prior:
 
 
 class Summary(NamedTuple):
-    """Over the norms of a model: medians, of how many correlations, and the share of norms within both targets."""
+    """Over the norms of a model: medians, the number of correlations, and the share of norms within both targets."""
 
     correlation: float | None
     correlated: int
@@ -188,7 +188,7 @@ class Summary(NamedTuple):
 
 
 CORRELATION, RATIO = 0.9, (0.5, 2.0)
-"""The targets: at least so much correlation, a ratio in between."""
+"""The targets: the least correlation, and the range of the ratio."""
 
 
 def _good(prior: Prior) -> bool:

@@ -1,4 +1,4 @@
-"""The models of `families.py`: the smallest of every timm family with BatchNorm, all of torchvision's classifiers."""
+"""The models of `families.py`: the smallest of every timm family with BatchNorm, and all torchvision classifiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 LARGE = 40_000_000
-"""Torchvision's models of more parameters than this get images of 96 × 96, to keep the run short."""
+"""Larger models of torchvision get images of 96 × 96, to keep the run short."""
 
 
 class Chosen(NamedTuple):
@@ -25,13 +25,13 @@ class Chosen(NamedTuple):
 
 
 def norms_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every batch norm by name, found by its base class and not as `convert` finds it."""
+    """Every batch norm by name, found by its base class and not in the way of `convert`."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     return {name: m for name, m in found.items() if not isinstance(m, _InstanceNorm)}
 
 
 def build(chosen: Chosen, device: str = "cpu") -> nn.Module:
-    """With random weights, as its library initialises it."""
+    """The model with random weights, as its library initialises it."""
     with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if chosen.library == "timm":
@@ -65,7 +65,7 @@ def _on_meta(chosen: Chosen) -> nn.Module | None:
 
 
 def search() -> list[Chosen]:
-    """Build everything and look: some minutes."""
+    """Build all models and inspect them. This takes some minutes."""
     found = []
     for family in timm.list_modules():
         sized = []

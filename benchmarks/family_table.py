@@ -1,4 +1,4 @@
-"""docs/families.md from the record of `families.py`."""
+"""Writes docs/families.md from the record of `families.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from family_checks import CORRELATION, RATIO
 
 Row = dict[str, Any]
 LEARNED, WEIGHTS = 0.95, 0.85
-"""The shares of fed norms that are to be wired."""
+"""Targets for the share of wired norms, among norms that have a norm before them."""
 WHY: dict[str, str] = {}
-"""Models whose prior misses a target, and what is behind it."""
+"""Models whose prior misses a target, and the reason."""
 
 SINGLE = """\
 ## Where single norms miss
@@ -36,7 +36,7 @@ def reaches(row: Row) -> bool:
 
 
 def shares(rows: list[Row]) -> dict[str, float]:
-    """Of the norms with a norm before them, how many are wired."""
+    """The share of wired norms, among norms that have a norm before them."""
     fed = sum(int(row["fed"]) for row in rows)
     return {kind: sum(int(row[kind]) for row in rows) / fed for kind in ("learned", "weights")}
 

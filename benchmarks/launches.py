@@ -1,14 +1,14 @@
-"""The sweep that `_ops/normalize/tiling.py` was tuned by: launches of the op, timed on a GPU.
+"""The sweep for tuning `_ops/normalize/tiling.py`: launches of the op, timed on a GPU.
 
-    python benchmarks/launches.py --jobs 14 -o launches.csv    # launches that may be good, for shapes of common nets
+    python benchmarks/launches.py --jobs 14 -o launches.csv    # promising launches, for shapes of common networks
     python benchmarks/launches.py --jobs 14 --both -o both.csv # for large tensors, forward and backward in turn
-    python benchmarks/launches.py --only 96x3136 -o some.csv   # some shapes alone, in either sweep
-    python benchmarks/launches.py --read launches.csv          # what is chosen, beside the best that was measured
+    python benchmarks/launches.py --only 96x3136 -o some.csv   # only some shapes, in either sweep
+    python benchmarks/launches.py --read launches.csv          # the chosen launch, compared with the best measured one
 
-One norm with its ReLU in bf16, forward and backward apart, as CUDA graphs. Small tensors are in the cache, as they are
-behind a convolution; of large ones there are several, in turn. With `--both` there is one, as in `kalmannorm bench op`,
-and either direction is tried in many ways while the other is launched as it is chosen to be. `--jobs` processes build
-the kernels before that.
+It times one norm with its ReLU in bf16, forward and backward separately, as CUDA graphs. Small tensors are in the
+cache, as they are after a convolution. Of large tensors there are several, used in turn. With `--both` there is one, as
+in `kalmannorm bench op`: many launches are tried for one direction, while the other uses the chosen launch. Before that
+`--jobs` processes build the kernels.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COLUMNS = (
     *("BR", "BC", "warps", "splits", "K", "stages", "us", "hardware", "torch", "commit"),
 )
 PROCESSORS = 132
-"""Of the H200 that the record is of."""
+"""Processors of the H200 on which the record was measured."""
 SMALL = 7e6
-"""Values of a tensor that stays in the cache."""
+"""The most values of a tensor that stays in the cache."""
 
 
 class Case(NamedTuple):
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 def _cases(layout: str, listed: str) -> list[Case]:
-    """From words such as 32x256x3136m2, with + for a residual."""
+    """Cases from words such as 32x256x3136m2, with + for a residual."""
     found = []
     for word in listed.split():
         sizes, m = word.rstrip("+").split("m")
@@ -100,7 +100,7 @@ CASES_OF_BOTH = _cases(
 
 
 def shared(s: Shape) -> Iterator[Launch]:
-    """Several programs for a group: as many as run at once, once to eight times over."""
+    """Several programs for a group: one to eight times as many as run at once."""
     small = s.size < SMALL
     if s.channels_last:
         tiles = [(64, 64, 4), (32, 64, 4), (64, 64, 8), (64, 32, 4), (128, 32, 4), (64, 32, 2), (16, 128, 4)]
@@ -122,7 +122,7 @@ def shared(s: Shape) -> Iterator[Launch]:
 
 
 def shared_of_large(s: Shape) -> Iterator[Launch]:
-    """For large tensors: tiles of any width, and one to six programs for each processor, two at least of a group."""
+    """For large tensors: tiles of any width, and one to six programs per processor, at least two per group."""
     tiles = [(64, 64, 8), (64, 64, 4), (32, 64, 4), (128, 32, 8), (128, 32, 4), (16, 128, 4)]
     narrow = power(s.C)
     tiles = [(2048 // narrow, narrow, 4), (4096 // narrow, narrow, 8)] if narrow <= 16 else tiles
@@ -134,7 +134,7 @@ def shared_of_large(s: Shape) -> Iterator[Launch]:
 
 
 def abreast(s: Shape, often: tuple[int, ...]) -> Iterator[Launch]:
-    """Where channels leave tiles partly empty: so many positions as one row that it is filled by whole ones."""
+    """If channels leave tiles partly empty: several positions form one row, so that whole positions fill it."""
     if (K := s.filling) > 1:
         programs = s.groups * -(-s.C * K // 64)
         for BR, warps in ((64, 8), (64, 4), (32, 4)):
@@ -145,7 +145,7 @@ def abreast(s: Shape, often: tuple[int, ...]) -> Iterator[Launch]:
 
 
 def alone(s: Shape) -> Iterator[Launch]:
-    """One program for a group and a block of channels: held, or through loops."""
+    """One program for a group and a block of channels: in registers, or with loops."""
     rows = power(s.slab)
     if s.channels_last:
         for BC in (16, 32, 64) if rows <= 2048 else ():
@@ -186,7 +186,7 @@ def tile(how: Launch) -> tuple[int, ...]:
 
 
 def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
-    """Forward and backward, on so many sets of tensors."""
+    """Forward and backward, on `copies` sets of tensors."""
     from kalmannorm._ops.normalize import triton_run
 
     (N, C, L, m, last), residual = case
@@ -203,7 +203,7 @@ def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Calla
         inputs = Inputs(x, *rows, weight, bias, m, 1e-5, other, True)
         results = triton_run.forward(inputs)
         found["forward"].append(lambda inputs=inputs: triton_run.forward(inputs))
-        # The ReLU's mask comes from y behind a residual, and from x and β without one.
+        # With a residual the ReLU's mask comes from y, else from x and β.
         kept = inputs._replace(residual=None, bias=None if residual else bias)
         seen = results if residual else results._replace(y=None)
         grads = Results(g, None, None, None, None)
@@ -231,19 +231,19 @@ def microseconds(each: list[Callable[[], object]]) -> float:
 
 
 def in_turn(apart: dict[str, list[Callable[[], object]]]) -> dict[str, list[Callable[[], object]]]:
-    """Both, whichever of them is tried in many ways."""
+    """Forward and backward in turn, for both directions."""
     (forward,), (backward,) = apart["forward"], apart["backward"]
     return {direction: [lambda: (forward(), backward())] for direction in apart}
 
 
 def trying(how: Launch, case: Case, direction: str) -> Callable[..., Launch]:
-    """In the place of `launch_for`: the other direction runs as it is chosen to."""
+    """Replaces `launch_for`. The other direction uses the chosen launch."""
     launches = {each: chosen(case, each) for each in ("forward", "backward")} | {direction: how}
     return lambda *_, backward=False, **__: launches["backward" if backward else "forward"]
 
 
 def sweep(device: torch.device, share: tuple[int, int] | None, both: bool, only: str) -> Iterator[list[object]]:
-    """One row for each; with a share, kernels are built and nothing is timed."""
+    """One row for each launch. With a share, kernels are built and nothing is timed."""
     from kalmannorm._ops.normalize import triton_run
 
     number = 0
@@ -294,21 +294,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
     parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
     parser.add_argument("--both", action="store_true", help="large tensors, a forward and its backward in turn")
-    parser.add_argument("--only", default="", metavar="REGEX", help="shapes whose name holds this, as 32x96x784m2")
-    parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, as 0/14
+    parser.add_argument("--only", default="", metavar="REGEX", help="shapes that match this, such as 32x96x784m2")
+    parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, such as 0/14
     arguments = parser.parse_args()
     if arguments.read:
         read(arguments.read)
         return
     if not torch.cuda.is_available():
-        sys.exit("a sweep needs a CUDA GPU; --read shows what one found")
+        sys.exit("a sweep needs a CUDA GPU; --read shows a record")
     device = torch.device("cuda", 0)
     if arguments.build:
         part, parts = map(int, arguments.build.split("/"))
         assert not list(sweep(device, (part, parts), arguments.both, arguments.only))
         return
     if arguments.output is None:
-        sys.exit("-o FILE.csv: where to write what is measured")
+        sys.exit("-o FILE.csv: the file for the results")
     builder = [sys.executable, __file__, *(["--both"] if arguments.both else []), "--only", arguments.only, "--build"]
     builders = [[*builder, f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
     for process in [subprocess.Popen(each) for each in builders]:

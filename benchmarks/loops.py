@@ -1,10 +1,10 @@
-"""A training loop as one writes it, with and without graphs that torch makes of the model's forward and backward.
+"""A typical training loop, with and without CUDA graphs that torch makes of the model's forward and backward.
 
     python benchmarks/loops.py -o loops.csv
 
-The steps of `kalmannorm bench step`, started from Python: random images, bf16 under autocast, channels_last; each
-contender by itself, the median of 15 steps. "graphed" is `torch.cuda.make_graphed_callables` before the loop; the loss
-and the optimizer are started from Python as before.
+The steps are those of `kalmannorm bench step`, started from Python: random images, bf16 under autocast, channels_last.
+Each contender runs alone, and the median of 15 steps is taken. "graphed" is `torch.cuda.make_graphed_callables` before
+the loop. The loss and the optimizer are still started from Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def contender(entry: Entry, model: str, device: torch.device, way: str) -> Conte
 
 
 def timed(loop: Contender, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step, and the loss of the last."""
+    """Milliseconds of a step, and the loss of the last step."""
     loss, times = torch.zeros(()), []
     for number in range(5 + steps):
         begin = time.perf_counter()
@@ -66,8 +66,8 @@ def measure(model: str, batch: int, device: torch.device, steps: int) -> list[Re
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet101", help="one of the lab's nets, or a name of torchvision or timm")
-    parser.add_argument("--batch", type=int, default=32, help="images of a step; groups are of 2")
+    parser.add_argument("--model", default="resnet101", help="a network of the lab, torchvision or timm")
+    parser.add_argument("--batch", type=int, default=32, help="images per step, in groups of 2")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("-o", "--output", type=Path, required=True, help="where to write the CSV")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The tables of docs/performance.md, from the records of `kalmannorm bench`: `python benchmarks/measured.py`.
+"""Writes the tables of docs/performance.md from the records of `kalmannorm bench`: `python benchmarks/measured.py`.
 
 Every record op-*.csv, steps-*.csv and inference-*.csv has a table there, between `<!-- NAME.csv -->` and
-`<!-- end of NAME.csv -->`; nothing between the two is written by hand. A new record's comes at the end, to be moved.
+`<!-- end of NAME.csv -->`. Nothing between these lines is written by hand. The table of a new record is added at the
+end; move it to its place.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def read(path: Path) -> list[Row]:
 
 
 def written(text: str) -> str:
-    """The document with every table as its record has it."""
+    """The document with every table from its record."""
     for path in records():
         text = placed(text, path.name, table(path), DOCUMENT.name)
     return text
 
 
 def placed(text: str, name: str, content: str, document: str) -> str:
-    """`text` with `content` between the two lines that name a record; at the end where it has no such lines yet."""
+    """`text` with `content` between the two lines that name a record, or at the end if it has no such lines yet."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     if begin not in text and end not in text:
         text = f"{text.rstrip()}\n\n{begin}{end}\n"

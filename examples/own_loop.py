@@ -1,9 +1,10 @@
-"""Batch Kalman Normalization in a training loop of your own: a plain BatchNorm net, one call, and the net you ship.
+"""Batch Kalman Normalization in your own training loop: a plain BatchNorm network, one call, and the network to deploy.
 
     python examples/own_loop.py
 
-Half a minute on a CPU. Sixteen examples make a gradient step, but only two share their statistics, as on eight devices
-that hold two each. `kalmannorm compare` does this for many nets, norms and settings, and draws what happened.
+It takes half a minute on a CPU. A gradient step has sixteen examples, but only two of them share their statistics, as
+on eight devices with two examples each. `kalmannorm compare` does this for many networks, norms and settings, and draws
+the results.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(epochs: int = EPOCHS) -> nn.Module:
     net = kalmannorm.convert(net, images[:2], statistics_batch_size=2)
     print(kalmannorm.wiring(net))
 
-    groups = kalmannorm.parameter_groups(net, weight_decay=5e-4)  # γ, β and the filter do not decay
+    groups = kalmannorm.parameter_groups(net, weight_decay=5e-4)  # no weight decay for γ, β and the filter
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(train) // BATCH))
     for epoch in range(epochs):
@@ -56,10 +57,10 @@ def main(epochs: int = EPOCHS) -> nn.Module:
         right = accuracy(net, images[test], labels[test])
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {right:.1f} %")
 
-    for mode in ("batch", "example", "population"):  # the last one is what is shipped
+    for mode in ("batch", "example", "population"):  # the last one is deployed
         kalmannorm.set_inference(net, mode)
         print(f"{mode} inference: {accuracy(net, images[test], labels[test]):.1f} %")
-    plain = kalmannorm.fold(net)  # convolutions and ReLUs: no norm is left
+    plain = kalmannorm.fold(net)  # convolutions and ReLUs, no norms
     print(f"folded: {accuracy(plain, images[test], labels[test]):.1f} %")
     return plain
 

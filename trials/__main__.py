@@ -1,7 +1,8 @@
-"""Run what the queue still lacks: `python -m trials --round first --cell cifar10 --packs trials/packs`.
+"""Run the runs of a round that have no record yet: `python -m trials --round first --cell cifar10 --packs
+trials/packs`.
 
-Records are appended to `trials/records/ROUND.jsonl` (or `--records`) as runs end, so an interrupted round goes on where
-it was. `--budget` ends it after so many seconds: runs under way are lost, finished ones are kept.
+Records are appended to `trials/records/ROUND.jsonl` (or `--records`) when runs end, so an interrupted round can be
+continued. `--budget` is the most seconds. When they are over, finished runs are kept and running ones are lost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--cell", choices=CELLS, required=True)
     parser.add_argument("--packs", type=Path, default=HERE / "packs")
     parser.add_argument("--records", type=Path, help="a file of JSON lines; trials/records/ROUND.jsonl unless given")
-    parser.add_argument("--commit", default="", help="of the sources, where git cannot be asked")
+    parser.add_argument("--commit", default="", help="commit of the sources, if git is not available")
     parser.add_argument("--together", type=int, default=4, help="runs side by side")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     arguments = parser.parse_args()

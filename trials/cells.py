@@ -1,6 +1,6 @@
-"""What the forms are tried on: a data set with a tenth of its training images held out, and a net.
+"""The cells of the trials: a data set with a tenth of its training images held out, and a network.
 
-The images come from packs, see `pack.py`. The test sets stay untouched: forms are chosen on the held-out tenth.
+The images come from packs, see `pack.py`. The test sets are not used: forms are chosen on the held-out tenth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOSAIC = 10
 
 @dataclass(frozen=True)
 class Cell:
-    """A net on a data set, and how it is trained."""
+    """A network on a data set, and how it is trained."""
 
     name: str
     packs: tuple[str, ...]
@@ -53,7 +53,7 @@ class Data:
 
 
 def _resnet18() -> nn.Module:
-    """torchvision's, with a stem of 3×3 and stride 1 for images of 64×64."""
+    """torchvision's ResNet-18, with a 3×3 stem of stride 1 for 64×64 images."""
     from torchvision.models import resnet18
 
     model = resnet18(num_classes=100)
@@ -68,7 +68,7 @@ CELLS = {
 
 
 def load(cell: Cell, folder: Path, device: torch.device) -> Data:
-    """The training set of the cell, every tenth image of each class held out."""
+    """The training set of the cell, with every tenth image of each class held out."""
     parts = [_read(folder / f"{name}.npz", cell.size) for name in cell.packs if (folder / f"{name}.npz").is_file()]
     if not parts:
         raise FileNotFoundError(f"no pack of {cell.name} in {folder}: make them with trials/pack.py")
@@ -79,7 +79,7 @@ def load(cell: Cell, folder: Path, device: torch.device) -> Data:
         mine = labels == label
         place[mine] = torch.arange(int(mine.sum()))
     held = place % 10 == 9
-    # In the order of their classes, neighbours would share more than their statistics.
+    # In the order of classes, the examples of a group would be too similar.
     shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
     train = images[~held]
     values = train[::8].float()

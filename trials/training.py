@@ -1,7 +1,7 @@
-"""Several nets trained side by side on one GPU, each step of each net one CUDA graph on a stream of its own.
+"""Trains several networks in parallel on one GPU. Each step of each network is one CUDA graph, on a stream per network.
 
-Everything a step needs lies on the device: images, the order of the epochs, crops and flips, the learning rate and λ of
-every step, and the number of the step itself. So a step is one replay, and the streams fill the gaps of each other.
+All inputs of a step are on the device: images, the order of the epochs, crops and flips, the learning rate and λ of
+every step, and the number of the step. So a step is one replay, and the streams fill the gaps of each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Run:
     """None: the cell's own."""
     rate: float | None = None
     warmup: float = 0.0
-    """The share of training in which the learning rate rises linearly from 0 to what the schedule says."""
+    """The share of training in which the learning rate rises linearly from 0 to its scheduled value."""
 
     @property
     def key(self) -> str:
@@ -44,7 +44,7 @@ class Run:
 
 
 class Training:
-    """A run under way. `step()` trains on one batch; `score()` tells how it stands."""
+    """A running training. `step()` trains on one batch, `score()` returns the accuracy."""
 
     def __init__(self, run: Run, cell: Cell, data: Data, *, graph: bool, batch: int = BATCH) -> None:
         self.run, self.cell, self.data, self.batch = run, cell, data, batch
@@ -104,7 +104,7 @@ class Training:
         loss = F.cross_entropy(self._forward(images), self.data.train_labels[chosen])
         parameters = [p for params, _ in self.groups for p in params]
         grads = iter(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
-        if self.time is not None:  # before the optimizer, which writes over the gradients
+        if self.time is not None:  # before the optimizer, which overwrites the gradients
             self.time.move(falling)
         with torch.no_grad():
             for (params, decay), velocity in zip(self.groups, self.velocity, strict=True):
@@ -144,7 +144,7 @@ class Training:
 
     @torch.no_grad()
     def score(self) -> dict[str, float]:
-        """Accuracy % on the held-out images in every inference that the form has."""
+        """Accuracy in % on the held-out images, in every way of inference that the form has."""
         if self.time is not None:
             self.time.settle()
         modes = {"ghost": 3, "kalman": 3, "renorm": 2}.get(self.run.form.kind, 1)
@@ -163,7 +163,7 @@ class Training:
         return found
 
     def loss(self) -> float:
-        """Mean of the last hundred steps; NaN once the training has diverged."""
+        """Mean loss of the last hundred steps. NaN once the training has diverged."""
         return float(self.losses[max(self.done - 100, 0) : self.done].mean())
 
 
@@ -173,7 +173,10 @@ def _format(parameter: nn.Parameter) -> torch.memory_format:
 
 
 def train(runs: list[Training], seconds: float = math.inf) -> float:
-    """All of them to their end, a step of each in turn; returns the seconds it took. Raises when out of time."""
+    """Train all of them to the end, one step of each in turn.
+
+    Returns the seconds. Raises an error when time is over.
+    """
     start = time.perf_counter()
     for number in range(max(run.steps for run in runs)):
         for run in runs:

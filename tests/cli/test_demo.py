@@ -75,7 +75,7 @@ def test_a_second_call_keeps_everything(small_demo, monkeypatch):
     results = {run.folder: (run.folder / "result.json").stat().st_mtime_ns for run in find_runs(folder)}
     status, again, err = called("demo", "--out", str(folder), "--seeds", "1")
     assert status == 0
-    assert "all 4 runs are finished already" in err
+    assert "all 4 runs are already finished" in err
     assert again == out
     assert results == {run.folder: (run.folder / "result.json").stat().st_mtime_ns for run in find_runs(folder)}
 

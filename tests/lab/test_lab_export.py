@@ -187,7 +187,7 @@ def test_command(runs, tmp_path, capsys):
     [
         ("bkn", ["-o", "model.tflite"], "must end in .onnx, .pt2, .safetensors"),
         ("bkn", ["-o", "nowhere/model.onnx"], "there is no folder nowhere"),
-        ("bkn", ["-o", "model.safetensors", "--inference", "example"], "give .onnx or .pt2"),
+        ("bkn", ["-o", "model.safetensors", "--inference", "example"], "use .onnx or .pt2"),
         ("bkn", ["-o", "model.onnx", "--inference", "none"], "BKN has no none inference; it has population"),
         ("gn", ["-o", "model.onnx", "--inference", "batch"], "GN has no batch inference; it has population"),
         ("nothing", ["-o", "model.onnx"], "nothing"),

@@ -239,5 +239,5 @@ def test_a_norm_wired_by_hand_does_not_go_back():
         def forward(self, x):
             return self.two(self.one(x), self.one.posterior)
 
-    with pytest.raises(ValueError, match="to_batchnorm: 'two' is given `previous` by the model's own code"):
+    with pytest.raises(ValueError, match="to_batchnorm: the model's own code passes `previous` to 'two'"):
         to_batchnorm(Net())

@@ -261,14 +261,14 @@ class HandBuilt(nn.Module):
     ("call", "kind", "message"),
     [
         (lambda: fold(randomised(Net())), ValueError, "example_input must be given"),
-        (lambda: fold(nn.Conv2d(3, 4, 3)), ValueError, "holds no batch norm"),
+        (lambda: fold(nn.Conv2d(3, 4, 3)), ValueError, "contains no batch norm"),
         (lambda: fold(nn.Sequential(nn.BatchNorm2d(3)), torch.randn(2, 3, 4, 4)), ValueError, "none of the 1 norms"),
         (lambda: fold(convert(nn.Sequential(nn.BatchNorm2d(3)), torch.randn(2, 3, 4, 4))), ValueError, "none of the 1"),
         (lambda: fold(randomised(Net()), torch.randn(2, 5, 8, 8)), ValueError, "example_input: Net does not run on it"),
-        (lambda: fold(HandBuilt()), ValueError, "'norm' is given `previous` by the model's own code"),
+        (lambda: fold(HandBuilt()), ValueError, "'norm' gets `previous` from the model's own code"),
         (lambda: fold("model"), TypeError, "model must be a torch.nn.Module"),
         (lambda: fold(torch.compile(Net())), TypeError, r"fold model\._orig_mod instead"),
-        (lambda: freeze_priors(Net()), ValueError, "freeze_priors: Net holds no norm wired"),
+        (lambda: freeze_priors(Net()), ValueError, "freeze_priors: Net contains no norm wired"),
     ],
 )
 def test_14_mistakes_are_named(call, kind, message):

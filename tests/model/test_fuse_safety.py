@@ -121,7 +121,7 @@ def test_a_norm_given_previous_by_hand_is_left():
 def test_mistakes_are_named():
     x = torch.randn(SHAPE)
     plain = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.ReLU())
-    with pytest.raises(ValueError, match=r"fuse: Sequential holds no norm of kalmannorm; convert it first"):
+    with pytest.raises(ValueError, match=r"fuse: Sequential contains no norm of kalmannorm; convert it first"):
         kalmannorm.fuse(plain, x)
     model = kalmannorm.convert(plain, x, to="ghost")
     with pytest.raises(ValueError, match=r"example_input: Sequential does not run on it: RuntimeError"):

@@ -189,16 +189,16 @@ def test_errors_say_what_would_work():
     quiet(model, spent)
     before = statistics(model)
     for loader, kind, text in (
-        ([], ValueError, "loader gave no batch"),
-        (spent, ValueError, "loader gave no batch"),
-        (x, TypeError, r"give \[tensor\]"),
-        ([object()], TypeError, "got a object. For other batches give forward"),
+        ([], ValueError, "loader yielded no batch"),
+        (spent, ValueError, "loader yielded no batch"),
+        (x, TypeError, r"pass \[tensor\]"),
+        ([object()], TypeError, "got a object. For other batches pass forward"),
         ([()], TypeError, "got an empty tuple"),
     ):
         with pytest.raises(kind, match=text):
             quiet(model, loader)
     same(statistics(model), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="Linear holds no norm with running statistics"):
+    with pytest.raises(ValueError, match="Linear contains no norm with running statistics"):
         quiet(nn.Linear(2, 2), [x])
 
 
@@ -209,7 +209,7 @@ def test_nan_batches_are_left_out_and_reported_once(bad):
     poisoned = list(x.split(4))
     poisoned.insert(1, torch.full((4, 3, 4, 4), bad))
     quiet(clean, x.split(4))
-    with pytest.warns(RuntimeWarning, match=r"3 norms met batches with NaN or Inf.*0 \(1 left out\)") as caught:
+    with pytest.warns(RuntimeWarning, match=r"3 norms had batches with NaN or Inf.*0 \(1 skipped\)") as caught:
         result = quiet(model, poisoned)
     assert len(caught) == 1
     assert result.skipped == {"0": 1, "1": 1, "2": 1}
@@ -321,7 +321,7 @@ def test_finishing_names_torch_batchnorms_and_needs_a_norm_of_ours():
     model = nn.Sequential(BatchKalmanNorm2d(3), nn.BatchNorm2d(3))
     with pytest.warns(UserWarning, match="1 torch BatchNorm layers are not frozen.*: 1"):
         finish(model, [torch.randn(4, 3, 2, 2)])
-    with pytest.raises(ValueError, match="finish_on_population: Sequential holds no norm of kalmannorm"):
+    with pytest.raises(ValueError, match="finish_on_population: Sequential contains no norm of kalmannorm"):
         finish(nn.Sequential(nn.BatchNorm2d(3)), [torch.randn(4, 3, 2, 2)])
 
 

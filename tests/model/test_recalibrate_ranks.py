@@ -46,12 +46,12 @@ def failures(rank):
     """All ranks hear that one failed, instead of waiting for it, and nobody's statistics change."""
     net = chain(statistics_batch_size=2).eval()
     before = statistics(net)
-    with pytest.raises(ValueError, match="loader gave no batch"):
+    with pytest.raises(ValueError, match="loader yielded no batch"):
         quiet(net, [])
     kind, text = (TypeError, "got a object") if rank else (RuntimeError, "rank 1 failed.*TypeError")
     with pytest.raises(kind, match=text):
         quiet(net, [object()] if rank else rank_data(0))
-    with pytest.raises(RuntimeError, match=f"rank {1 - rank} holds other norms than rank {rank}"):
+    with pytest.raises(RuntimeError, match=f"rank {1 - rank} has other norms than rank {rank}"):
         quiet(net.first if rank else net, rank_data(0), forward=lambda part, x: net(x))
     same(statistics(net), before, rtol=0, atol=0)
 

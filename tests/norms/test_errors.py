@@ -189,9 +189,9 @@ CALLS = {
     "no norms to set": (
         lambda: set_inference(nn.Linear(2, 2), "batch"),
         ValueError,
-        "Linear holds no norm of kalmannorm",
+        "Linear contains no norm of kalmannorm",
     ),
-    "no norms to freeze": (lambda: freeze_statistics(nn.BatchNorm2d(3)), ValueError, "holds no norm"),
+    "no norms to freeze": (lambda: freeze_statistics(nn.BatchNorm2d(3)), ValueError, "contains no norm"),
 }
 
 

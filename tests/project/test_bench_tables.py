@@ -114,9 +114,9 @@ def test_a_record_is_taken_again_by_its_own_command(tmp_path, monkeypatch, capfd
         (records / name).write_text(f"us,command\n1.0,{command} -o records/old.csv\n")
     (records / "launches-mine.csv").write_text("us\n1.0\n")
     monkeypatch.setattr(sys, "argv", ["again.py", "mine", "-o", str(output)])
-    with pytest.raises(SystemExit, match="not taken: op-not-mine-yet"):
+    with pytest.raises(SystemExit, match="not measured: op-not-mine-yet"):
         again.main()
-    assert "op-mine.csv: taken" in capfd.readouterr().out
+    assert "op-mine.csv: measured" in capfd.readouterr().out
     assert [path.name for path in output.iterdir()] == ["op-mine.csv"]
     rows = measured.read(output / "op-mine.csv")
     assert {row["command"] for row in rows} == {own} and {row["shape"] for row in rows} == {"2x4x3x3"}

@@ -352,9 +352,9 @@ def test_inputs_outputs_control_flow_and_training_branches(transition):
     assert set(report["join.bn"].sources) == {"left.bn", "right.bn"}
     assert report["large.bn"].sources == ["join.bn"]
     assert report["aux.bn"].sources == ["large.bn"] and report["aux.bn"].wired
-    assert report["small.bn"].reason == report["never.bn"].reason == "never ran in the example"
+    assert report["small.bn"].reason == report["never.bn"].reason == "did not run on the example input"
     model(**example)["out"][1][0].sum().backward()
-    assert "2 never ran in the example" in wiring(model).summary
+    assert "2 did not run on the example input" in wiring(model).summary
 
 
 def test_a_norm_never_seen_works_without_a_prior():
@@ -444,5 +444,5 @@ def test_the_report_prints_as_a_table_and_draws():
 
 
 def test_wiring_of_a_model_that_was_not_converted():
-    with pytest.raises(ValueError, match="holds no norm wired"):
+    with pytest.raises(ValueError, match="contains no norm wired"):
         wiring(Residual())

@@ -1,8 +1,9 @@
-"""Accumulated statistics: several forwards, on one rank or on many, move the running statistics as one forward would.
+"""Accumulated statistics: several forwards, on one rank or many, update the running statistics as one forward would.
 
-A gradient batch that does not fit into memory is run in micro-batches, or spread over ranks, and its gradients are
-summed. The statistics would by themselves move at every forward, k times by α instead of once. Here each forward leaves
-its pooled row and the number of its values, rows merge as the norm pools its groups, and one move follows at the end.
+A gradient batch that does not fit into memory is run in micro-batches, or divided among ranks, and its gradients are
+summed. By default the statistics would be updated in every forward: k times by α instead of once. Here each forward
+stores its pooled row and the number of its values. Rows are merged as the norm pools its groups, and one update follows
+at the end.
 """
 
 from __future__ import annotations
@@ -22,42 +23,44 @@ from kalmannorm.moments import Moments
 
 _PLACE = Place.of("accumulate_statistics")
 
-# Kept between uses: compiled code and CUDA graphs go on writing to the same places.
+# Kept between uses, because compiled code and CUDA graphs write to the same memory again.
 _PENDING: WeakKeyDictionary[GroupedNorm, Pending] = WeakKeyDictionary()
 
 
 @contextmanager
 def accumulate_statistics(model: nn.Module, process_group: ProcessGroupChoice = None) -> Iterator[None]:
-    """Keep the statistics of the model's norms still inside; at the end move them once, by all that was seen together.
+    """Do not update the statistics of the model's norms inside this context; update them once at its end, from all
+    batches.
 
         with accumulate_statistics(model):
             for x, target in micro_batches:
                 loss_of(model(x), target).backward()
         optimizer.step()
 
-    Running and observed statistics and their counts are then those of one forward on the joined batch, if every
-    micro-batch holds whole groups. Batch Renorm corrects all micro-batches towards the same statistics, at the same
-    place of its schedule.
+    If every micro-batch consists of whole groups, running and observed statistics and their counts equal those of one
+    forward on the joined batch. Batch Renorm corrects all micro-batches towards the same statistics, at the same point
+    of its schedule.
 
     Args:
-        process_group: whose forwards count together: None, those of this process; "world" or a ProcessGroup, those of
-            all its ranks, which then hold the same statistics. Every rank of it must come to the end, also one that
-            ran no forward: they exchange one message there. A norm with a `process_group` of its own is counted once.
+        process_group: whose forwards are counted together. None: those of this process. "world" or a ProcessGroup:
+            those of all its ranks, which then have the same statistics. Every rank must reach the end of the context,
+            even if it ran no forward, because the ranks exchange one message there. A norm with a `process_group` of
+            its own is counted once.
 
-    An error inside leaves the statistics as they were (with a `process_group` on this rank: the others wait for it, as
-    in any collective). A NaN or Inf in one forward makes all of them one skipped batch. Norms that are frozen, in eval
-    mode or did not run stay as they are, and so do forwards that only recompute. A norm that runs several times in a
-    forward also moves once, by all its calls, where outside it moves at every call.
+    After an error inside, the statistics are unchanged. With a `process_group` this holds on this rank, and the others
+    wait for it, as in any collective. A NaN or Inf in one forward makes all of them one skipped batch. Norms that are
+    frozen, in eval mode or did not run stay unchanged. Recomputation in the backward does not count. If a norm runs
+    several times in a forward, it is updated once from all its calls. Outside this context it is updated at every call.
 
-    torch's own BatchNorm layers know nothing of this and move at every forward; a model without norms of this library
-    just runs.
+    torch's own BatchNorm layers ignore this context and are updated at every forward. A model without norms of this
+    library runs as usual.
     """
     group = Ranks(process_group).group()
     found = [(name, norm) for name, norm in norms(model) if norm.track_running_stats and norm.running_mean is not None]
     for name, norm in found:
         if norm._pending is not None:
             raise RuntimeError(
-                f"accumulate_statistics: {name or '(the model itself)'!r} is accumulating already; one use cannot be "
+                f"accumulate_statistics: {name or '(the model itself)'!r} is already accumulating; one use cannot be "
                 "inside another"
             )
     with ExitStack() as stack:
@@ -68,7 +71,7 @@ def accumulate_statistics(model: nn.Module, process_group: ProcessGroupChoice = 
 
 
 def _start(norm: GroupedNorm, stack: ExitStack) -> Pending:
-    """Make the norm's forwards leave what they see, until the stack closes."""
+    """Make the norm's forwards store their statistics, until the stack closes."""
     assert norm.running_mean is not None
     observes = norm.observed_mean is not None
     pending = _PENDING.get(norm)
@@ -96,9 +99,9 @@ def _update_statistics(
 
 
 def _message(norm: GroupedNorm, pending: Pending) -> Tensor:
-    """The rows of a norm in a line, behind the number of values they rest on.
+    """The rows of a norm as one vector, after the number of values that they are computed from.
 
-    Ranks that joined their observations all saw the same values: each brings its part of them.
+    Ranks that joined their observations all observed the same values. Each of them sends its part of the number.
     """
     own = norm._ranks.group()
     rows = pending.rows()
@@ -107,7 +110,7 @@ def _message(norm: GroupedNorm, pending: Pending) -> Tensor:
 
 
 def _update_one(norm: GroupedNorm, rows_R: Tensor) -> None:
-    """Move a norm by what it saw on each rank."""
+    """Update a norm from the rows of each rank."""
     assert norm.running_mean is not None
     rows_R = rows_R.to(norm.running_mean.device)
     values_R, parts = rows_R[:, :1], rows_R[:, 1:].reshape(len(rows_R), -1, norm.num_features).unbind(1)

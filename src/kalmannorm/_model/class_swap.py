@@ -1,7 +1,6 @@
-"""How a norm becomes another: it changes its class in place, as `torch.nn.utils.parametrize` and FSDP do it.
+"""Changes a norm into another one: the module changes its class in place, as `torch.nn.utils.parametrize` and FSDP do.
 
-So whoever holds the module still holds it, and its name, γ and β, its hooks, its children and the attributes that
-others gave it are untouched.
+So references to the module stay valid. Its name, γ and β, hooks, children and additional attributes are unchanged.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def check_norm(name: str, module: nn.Module) -> None:
-    """Raise for a norm that cannot change its class without losing something."""
+    """Raise an error for a norm that would lose something if its class changed."""
     for affine in sorted(_AFFINE - set(module._parameters)):
         raise TypeError(
-            f"{name!r}: its {affine} is computed (pruned or weight-normed), no Parameter of its own; make it one "
-            f"first, such as by torch.nn.utils.prune.remove(module, {affine!r})"
+            f"{name!r}: its {affine} is computed (pruned or weight-normed) and is not a Parameter; make it one "
+            f"first, for example by torch.nn.utils.prune.remove(module, {affine!r})"
         )
     held = {"forward"} & set(vars(module)) | _held(module) & _library_names() - _BATCHNORM - _BUFFERS - _AFFINE
     if held:
         raise TypeError(
             f"{name!r}: it has {', '.join(map(repr, sorted(held)))} of its own, which a norm of kalmannorm would "
-            "write over; rename or remove it first"
+            "overwrite; rename or remove it first"
         )
 
 
@@ -55,13 +54,13 @@ def _held(module: nn.Module) -> set[str]:
 
 @functools.cache
 def _library_names() -> set[str]:
-    """What norms of this library call that which they hold."""
+    """Names of the attributes that norms of this library have."""
     examples = (kalman.BatchKalmanNorm1d(1, 1), baselines.BatchRenorm1d(1))
     return {"then", "converted_from", "input_dims"}.union(*map(_held, examples))
 
 
 def swap_class(module: nn.Module, fresh: nn.Module) -> None:
-    """Make a module what `fresh` is, keeping γ, β, hooks and whatever else is not the old class's."""
+    """Give a module the class and state of `fresh`. γ, β, hooks and additional attributes are kept."""
     ours = _library_names() if isinstance(module, GroupedNorm) else set()
     gone = (ours | _BATCHNORM | _BUFFERS) - _AFFINE
     for name in gone:
@@ -80,7 +79,7 @@ def swap_class(module: nn.Module, fresh: nn.Module) -> None:
 
 
 def _tensors_like(module: nn.Module) -> dict[str, Any]:
-    """Device and dtype for a new norm in place of this one."""
+    """Device and dtype for a new norm that replaces this one."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             return {"device": tensor.device, "dtype": tensor.dtype}
@@ -88,14 +87,14 @@ def _tensors_like(module: nn.Module) -> dict[str, Any]:
 
 
 def _tracks(module: Any) -> bool:
-    """Whether there are running statistics; what `track_running_stats` says may have been set for another purpose."""
+    """Whether there are running statistics. `track_running_stats` may have been set for another purpose."""
     return module.running_mean is not None and module.running_var is not None
 
 
 def fresh_grouped(
     module: Any, kind: NormClass, to: str, size: int | None, options: dict[str, Any], plan: NormPlan | None
 ) -> GroupedNorm:
-    """The norm that this one shall become, with its running statistics."""
+    """The new norm for this one, with its running statistics."""
     rank = plan.rank - 2 if plan is not None and plan.rank is not None else None
     dims = kind.dims or (max(rank, 1) if rank is not None else 2)
     settings = {"momentum": module.momentum, "statistics_batch_size": size, "eps": module.eps}
@@ -115,7 +114,7 @@ def fresh_grouped(
 
 
 def _carry_statistics(old: Any, new: GroupedNorm) -> None:
-    """The running statistics, which are also the best guess at the observed ones."""
+    """Copy the running statistics. They are also the best estimate of the observed statistics."""
     with torch.no_grad():
         for name in _BUFFERS:
             if getattr(old, name) is not None:
@@ -125,8 +124,8 @@ def _carry_statistics(old: Any, new: GroupedNorm) -> None:
             new.observed_var.copy_(old.running_var)
         untrained = old.num_batches_tracked is None or int(old.num_batches_tracked) == 0
         untrained = untrained and not old.running_mean.any() and bool((old.running_var == 1).all())
-        # How many values a trained BatchNorm saw is not known; it only has to be many, lest the next batch count as the
-        # first and wipe out what was carried over.
+        # It is not known how many values a trained BatchNorm has seen. The number only has to be large. Otherwise the
+        # next batch would count as the first and replace the statistics.
         if new.values_tracked is not None and new.momentum is not None and not untrained:
             new.values_tracked.fill_(MANY)
 

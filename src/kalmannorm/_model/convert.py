@@ -1,6 +1,6 @@
-"""`convert`: a model's batch norms become Kalman norms, or a baseline's, and the model stays what it is.
+"""`convert` replaces a model's batch norms by Kalman norms, or by those of a baseline, and keeps the model.
 
-How a norm changes is in `class_swap.py`, what feeds it in `_wiring/`.
+`class_swap.py` changes the norms. `_wiring/` finds which norms feed which.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ def convert(
     inplace: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Replace every batch norm of a model; return the converted model, of the same class.
+    """Replace every batch norm of a model and return the converted model. Its class stays the same.
 
-    Build the optimizer, and wrap the model in DDP or `torch.compile`, after conversion. Weights, running statistics,
-    eps, momentum, devices, dtypes, training flags, `requires_grad`, hooks and state-dict names stay; a BatchNorm
-    checkpoint still loads. `kalmannorm.wiring(model)` tells what feeds what.
+    Convert before you build the optimizer and before you wrap the model in DDP or `torch.compile`. Weights, running
+    statistics, eps, momentum, devices, dtypes, training flags, `requires_grad`, hooks and state-dict names stay the
+    same. A BatchNorm checkpoint still loads. `kalmannorm.wiring(model)` shows which norms feed which.
 
     Args:
-        model: holds BatchNorm1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d or classes given to `register_norm`.
-        example_input: what the model is called with: a tensor (or a list: one argument), a tuple of positional or a
-            dict of keyword arguments, on the model's device. Needed for "kalman" only; it runs twice, without
-            gradients, and leaves no trace. Its spatial size should be that of training: see `rewire`.
+        model: contains BatchNorm1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d or classes given to `register_norm`.
+        example_input: the model's input: a tensor (or a list: one argument), a tuple of positional arguments or a dict
+            of keyword arguments, on the model's device. Needed for "kalman" only. The model runs on it twice, without
+            gradients, and stays unchanged. Its spatial size should be that of training: see `rewire`.
         to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "group" (GroupNorm with the largest
             divisor of the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns
             norms of this library back, as `to_batchnorm` does.
-        statistics_batch_size: m, the examples whose statistics are estimated together; None takes the whole batch.
-        transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it;
-            "learned" is the paper's, a learned matrix on their posteriors, which adds parameters.
-        inplace: convert this very model instead of a copy.
-        **options: of the norms: `inference`, `momentum`, `process_group`, for kalman also `gain`,
+        statistics_batch_size: m, the number of examples in a group. None takes the whole batch as one group.
+        transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it.
+            "learned" is the paper's transition, a learned matrix on their posteriors. It adds parameters.
+        inplace: convert this model instead of a copy.
+        **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain`,
             `per_channel_gain`, `rank` and `covariance` (learned), `total_variance`, `observation_momentum`; for group
             `num_groups`; for renorm its schedule. `momentum` and `process_group` default to those of each norm.
     """
@@ -80,13 +80,13 @@ def convert(
         return to_batchnorm(model, inplace=inplace)
     _check_convertible(model)
     _warn_of_optimizers(model, inplace)
-    with torch.inference_mode(False):  # what is made under inference mode could not be trained
+    with torch.inference_mode(False):  # tensors made under inference mode could not be trained
         if not inplace:
             model = _copied(model)
         found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
         plan = make_plan(model, example_input, _traced(model), transition) if to == "kalman" else None
         fresh: dict[str, nn.Module] = {}
-        for name, (module, kind) in found.items():  # all of them before any changes: one may fail
+        for name, (module, kind) in found.items():  # check all of them before changing any
             try:
                 if to in GROUPED:
                     norm_plan = plan.norms[name] if plan else None
@@ -110,13 +110,13 @@ def _copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{type(model).__name__} cannot be copied: pass inplace=True, or convert before the first forward, after "
-            f"which a weight that is computed (weight_norm, pruning) carries its graph: {error}"
+            f"{type(model).__name__} cannot be copied: pass inplace=True, or convert before the first forward; after "
+            f"it a computed weight (weight_norm, pruning) has an autograd graph: {error}"
         ) from error
 
 
 def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """The norms to follow, with the children that each applies to its result."""
+    """The norms to trace, each with the children that it applies to its result."""
     found = {}
     for name, module in model.named_modules():
         kind = known(module)
@@ -128,9 +128,10 @@ def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
 
 
 def rewire(model: nn.Module, example_input: Any) -> Wiring:
-    """Wire a converted model anew from another input, such as another image size; parameters stay.
+    """Wire a converted model again for another input, such as another image size. Parameters stay the same.
 
-    The prior of `weights` knows how much of a map lies at its padded edge, from the size of the example input.
+    The prior of `weights` depends on the share of a map that lies at its padded edge, and so on the size of the example
+    input.
     """
     wired = [module for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire is not None]
     if not wired:
@@ -143,7 +144,7 @@ def rewire(model: nn.Module, example_input: Any) -> Wiring:
         sizes = {call.size for call in now.calls if call.size is not None}
         if sizes and sizes != {module.prior_features}:
             raise ValueError(
-                f"rewire: with this input {name!r} is fed by {sizes.pop()} entries, but it was built for "
+                f"rewire: with this input {name!r} gets {sizes.pop()} posterior entries, but was built for "
                 f"{module.prior_features}; convert the BatchNorm model with this input instead"
             )
     _connect(model, plan)
@@ -151,34 +152,34 @@ def rewire(model: nn.Module, example_input: Any) -> Wiring:
 
 
 def wiring(model: nn.Module) -> Wiring:
-    """What feeds every norm of a converted model: prints as a table, draws as SVG, and holds the same as data.
+    """The sources of every norm of a converted model. The result prints as a table, draws as SVG and contains the data.
 
-    Also of a part of one, whose sources outside keep the names they had, and of a module that holds several.
+    `model` may also be a part of a converted model, or contain several. Sources outside of a part keep their old names.
     """
     wires = [module.wire for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire]
     if not wires:
         raise ValueError(
-            f"wiring: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input, "
+            f"wiring: {type(model).__name__} contains no norm wired by kalmannorm.convert(model, example_input, "
             "to='kalman')"
         )
     return report(list({id(wire.relay): wire.relay for wire in wires}.values()), model)
 
 
 def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """Every norm of this library becomes what it was before conversion, with the population statistics of now.
+    """Turn every norm of this library back into its original class, with the current population statistics.
 
-    The outputs in `population` inference stay exactly; nothing of this library remains in the model. A SyncBatchNorm
-    becomes the BatchNorm of its rank, and so does a hand-built norm, if its model gives it no `previous`.
+    The outputs in `population` inference stay exactly the same, and the model contains nothing of this library. A
+    SyncBatchNorm becomes the BatchNorm of its rank. So does a hand-built norm, if its model passes no `previous` to it.
     """
     found = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     if not found and not batch_norms(model):
-        raise ValueError(f"to_batchnorm: {type(model).__name__} holds no norm of kalmannorm and no batch norm")
+        raise ValueError(f"to_batchnorm: {type(model).__name__} contains no norm of kalmannorm and no batch norm")
     for name, module in model.named_modules():
         by_hand = isinstance(module, BatchKalmanNorm) and not hasattr(module, "converted_from")
         if by_hand and module.prior_features is not None:
             raise ValueError(
-                f"to_batchnorm: {name!r} is given `previous` by the model's own code, which a plain norm does not "
-                "take; build the model with BatchNorm and load the state dict with strict=False"
+                f"to_batchnorm: the model's own code passes `previous` to {name!r}, which a plain norm does not "
+                "accept; build the model with BatchNorm and load the state dict with strict=False"
             )
     with torch.inference_mode(False):
         if not inplace:
@@ -202,13 +203,11 @@ def _check_arguments(
         raise ValueError(f"transition must be 'weights' or 'learned', got {transition!r}")
     if to == "kalman" and example_input is None:
         raise ValueError(
-            "example_input must be given for to='kalman': what the model is called with, such as "
-            "torch.randn(2, 3, 224, 224); the prior of each norm is found by running it"
+            "example_input must be given for to='kalman': the model's input, such as "
+            "torch.randn(2, 3, 224, 224); the model runs on it to find the prior of each norm"
         )
     if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
-        raise TypeError(
-            f"example_input must be what the model is called with, not a shape: torch.randn({example_input})"
-        )
+        raise TypeError(f"example_input must be the model's input, not a shape: torch.randn({example_input})")
     if size is not None:
         positive_int("statistics_batch_size", size)
         if to not in GROUPED:
@@ -222,7 +221,7 @@ def _check_arguments(
     learned = sorted({"rank", "covariance"} & set(options))
     if to == "kalman" and transition == "weights" and learned:
         raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
-    # What a norm's own constructor says of the options, before anything changes.
+    # The constructor of the norm checks the options before anything changes.
     if to == "kalman":
         GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=size, **options)
     elif to in GROUPED:
@@ -235,12 +234,12 @@ def _check_convertible(model: nn.Module) -> None:
     wrapped = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel"}
     if type(model).__name__ in wrapped:
         outside = wrapped[type(model).__name__]
-        raise TypeError(f"model is wrapped by {outside}: convert first, then wrap what convert returns")
+        raise TypeError(f"model is wrapped by {outside}: convert first, then wrap the converted model")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a ScriptModule, whose forward is compiled: convert the Python model, then script it")
     if any(isinstance(module, GroupedNorm) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} is converted already. For another input size call kalmannorm.rewire(model, "
+            f"{type(model).__name__} is already converted. For another input size call kalmannorm.rewire(model, "
             "example_input); for another norm start from kalmannorm.to_batchnorm(model)"
         )
     _check_tensors(model)
@@ -248,7 +247,7 @@ def _check_convertible(model: nn.Module) -> None:
         raise ValueError(f"model is itself a {type(model).__name__}; build kalmannorm.BatchKalmanNorm2d instead")
     found = batch_norms(model)
     if not found:
-        raise ValueError(f"{type(model).__name__} holds no batch norm, so there is nothing to convert")
+        raise ValueError(f"{type(model).__name__} contains no batch norm, so there is nothing to convert")
     for name, module in found.items():
         check_norm(name, module)
 
@@ -262,13 +261,13 @@ def _check_tensors(model: nn.Module) -> None:
                 )
             if tensor is not None and tensor.is_inference():
                 raise TypeError(
-                    f"{name!r}: its {part} was made under torch.inference_mode() and can never be trained; build the "
-                    "model outside of it"
+                    f"{name!r}: its {part} was made under torch.inference_mode() and cannot be trained; build the "
+                    "model outside of that mode"
                 )
 
 
 def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
-    """An optimizer built before would train neither the gains nor, for a copy, the model at all."""
+    """Warn of an optimizer that was built before. It lacks the gains and, for a copy, all parameters of the model."""
     parameters = {id(p) for p in model.parameters()}
     objects = gc.get_objects()
     # By type, not by isinstance: objects may lie about their class, and a process holds a million of them.
@@ -277,8 +276,8 @@ def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
         if any(id(p) in parameters for group in getattr(candidate, "param_groups", ()) for p in group["params"]):
             lacks = "the parameters that conversion adds" if inplace else "any parameter of the converted copy"
             warnings.warn(
-                f"convert: a {type(candidate).__name__} built before conversion holds parameters of this model, but "
-                f"not {lacks}; build the optimizer from what convert returns",
+                f"convert: a {type(candidate).__name__} built before conversion has parameters of this model, but "
+                f"not {lacks}; build the optimizer from the converted model",
                 UserWarning,
                 stacklevel=3,
             )
@@ -286,7 +285,7 @@ def _warn_of_optimizers(model: nn.Module, inplace: bool) -> None:
 
 
 def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any]) -> None:
-    """Gain and transition for every norm that has a prior; the first of them owns the noise of all."""
+    """Add gain and transition to every norm that has a prior. The first norm owns the noise of all."""
     lender: LearnedTransition | None = None
     settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
     for name, wired in plan.norms.items():
@@ -301,10 +300,10 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
 
 
 def _connect(model: nn.Module, plan: Plan) -> None:
-    """Give every norm its end of a new relay, and the model the hooks that begin and end a forward."""
+    """Connect every norm to a new relay, and add the hooks that begin and end a forward to the model."""
     _disconnect(model)
     for owner in plan.program.owned():
-        owner.hold()  # a norm has got other tensors since it was traced
+        owner.hold()  # the norm got other tensors after it was traced
     relay, kept = Relay(plan), keepable(plan)
     for name, wired in plan.norms.items():
         calls = wired.calls
@@ -327,7 +326,7 @@ def _connect(model: nn.Module, plan: Plan) -> None:
 
 
 def _disconnect(model: nn.Module) -> None:
-    """Take our hooks and wires off."""
+    """Remove our hooks and wires."""
     for module in model.modules():
         if isinstance(module, BatchKalmanNorm):
             module.wire = None

@@ -1,11 +1,11 @@
-"""Models to ship: `fold` puts norms into the convolutions and linear layers before them, which leaves a plain torch
-model; `freeze_priors` makes constants of the priors of a model that is shipped in `example` inference.
+"""Models for deployment. `fold` folds norms into the convolutions and linear layers before them and returns a plain
+torch model. `freeze_priors` turns the priors of a model in `example` inference into constants.
 
 In population inference a norm is y = scale · x + shift per channel, with
 
     scale = γ / sqrt(var + eps)      shift = β - scale · mean
 
-and after a layer x = W u + b that is one layer with weight scale · W and bias scale · b + shift.
+After a layer x = W u + b, both together are one layer with weight scale · W and bias scale · b + shift.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ Norms = dict[str, tuple[nn.Module, tuple[str, ...]]]
 
 
 def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) -> nn.Module:
-    """A plain torch model for inference, of the same class and in eval mode, whose norms are folded where possible.
+    """A plain torch model for inference, of the same class and in eval mode, with norms folded where possible.
 
-    A norm folds that alone reads what a Conv1d, 2d, 3d, ConvTranspose1d, 2d, 3d or Linear layer gives, where both run
-    once and nobody else would notice: the layer's weight is not tied, and no hook sees what lies between. It becomes an
-    Identity, or a Sequential of the children that it applied afterwards (timm's BatchNormAct2d: `drop`, `act`), under
-    its old name. Every other norm becomes a BatchNorm, as by `to_batchnorm`. Nothing of this library remains.
+    A norm can be folded into a Conv1d, 2d, 3d, ConvTranspose1d, 2d, 3d or Linear layer if it alone reads the layer's
+    output and both run once. The layer's weight must not be tied, and no hook may see the tensor between them. The norm
+    becomes an Identity under its old name, or a Sequential of the children that it applied afterwards (timm's
+    BatchNormAct2d: `drop`, `act`). Every other norm becomes a BatchNorm, as by `to_batchnorm`. The model then contains
+    nothing of this library.
 
     Args:
-        model: converted, or of plain, ghost or renorm norms; all norms in population inference.
-        example_input: what the model is called with, as for `convert`. A converted model was run before and does not
-            need it; any other is run once, without gradients, to find what each norm reads.
-        inplace: fold this very model instead of a copy.
+        model: a converted model, or one with plain, ghost or renorm norms. All norms are in population inference.
+        example_input: the model's input, as for `convert`. A converted model does not need it. Any other model runs
+            on it once, without gradients, to find the input of each norm.
+        inplace: fold this model instead of a copy.
     """
     found = _checked_norms(model)
     if not inplace:
@@ -57,10 +58,10 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
     pairs = {name: layer for name, layer in pairs.items() if _folds(*found[name], layer)}
     if not pairs:
         raise ValueError(
-            f"fold: none of the {len(found)} norms of {type(model).__name__} alone reads what a convolution or linear "
-            "layer gives; kalmannorm.to_batchnorm(model) gives a plain model too"
+            f"fold: none of the {len(found)} norms of {type(model).__name__} alone reads the output of a convolution "
+            "or linear layer; kalmannorm.to_batchnorm(model) also returns a plain model"
         )
-    affine = {name: scale_and_shift(found[name][0]) for name in pairs}  # now: half-precision BatchNorms round them
+    affine = {name: scale_and_shift(found[name][0]) for name in pairs}  # BatchNorms in half precision would round them
     if any(isinstance(norm, GroupedNorm) for norm, _ in found.values()):
         to_batchnorm(model, inplace=True)
     for name, layer in pairs.items():
@@ -70,18 +71,18 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
 
 
 def freeze_priors(model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """Make the priors of `transition="weights"` constants, for inference: they depend on parameters alone.
+    """Turn the priors of `transition="weights"` into constants for inference. They depend on parameters alone.
 
-    A forward in `example` or `batch` inference then no longer carries beliefs through every weight, and an exported
-    program holds no trace of it. The outputs stay; whoever changes parameters afterwards has to convert again, or
-    call `rewire`. Priors of `learned` depend on the input and stay as they are.
+    A forward in `example` or `batch` inference then does not propagate beliefs through the weights, and an exported
+    program does not contain these operations. The outputs stay the same. If parameters change afterwards, convert again
+    or call `rewire`. Priors of `learned` depend on the input and stay as they are.
     """
     if not inplace:
         model = copy.deepcopy(model)
     wired = [norm for _, norm in norms(model) if isinstance(norm, BatchKalmanNorm) and norm.wire is not None]
     if not wired:
         raise ValueError(
-            f"freeze_priors: {type(model).__name__} holds no norm wired by kalmannorm.convert(model, example_input)"
+            f"freeze_priors: {type(model).__name__} contains no norm wired by kalmannorm.convert(model, example_input)"
         )
     memos: dict[tuple[int, torch.device, torch.dtype], dict[int, Any]] = {}
     fixed: list[tuple[Program, int, Moments]] = []
@@ -100,7 +101,7 @@ def freeze_priors(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 def scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """What a norm does in population inference, scale · x + shift per channel, in float64."""
+    """The scale and shift of a norm in population inference, per channel, in float64."""
     mean, var = (cast(Tensor, getattr(norm, name)).detach().double() for name in ("running_mean", "running_var"))
     gamma, beta = (None if t is None else cast(Tensor, t).detach().double() for t in (norm.weight, norm.bias))
     scale = torch.rsqrt(var + cast(float, norm.eps))
@@ -113,10 +114,10 @@ def scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
 def fold_weights(
     weight: Tensor, bias: Tensor | None, scale: Tensor, shift: Tensor, *, groups: int = 1, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that does scale · (W u + b) + shift; computed in float64, in the weight's dtype.
+    """Weight and bias of the layer that computes scale · (W u + b) + shift, in float64, returned in the weight's dtype.
 
-    The weight is (outputs, inputs / groups, *taps), of a linear layer without taps; `transposed`: (inputs, outputs /
-    groups, *taps), whose outputs belong to the groups of its inputs one after the other.
+    The weight is (outputs, inputs / groups, *taps). A linear layer has no taps. If `transposed`, it is (inputs, outputs
+    / groups, *taps), and the outputs are ordered by the groups of the inputs.
     """
     dtype, shape = weight.dtype, weight.shape
     weight, scale, shift = weight.detach().double(), scale.double(), shift.double()
@@ -148,21 +149,21 @@ def _checked_norms(model: nn.Module) -> Norms:
         raise TypeError(f"model must be a torch.nn.Module written in Python, got {type(model).__name__}")
     found = _norms(model)
     if not found:
-        batch_norms(model)  # names one of a class that is not known
-        raise ValueError(f"fold: {type(model).__name__} holds no batch norm and no norm of kalmannorm")
+        batch_norms(model)  # raises an error for an unknown class
+        raise ValueError(f"fold: {type(model).__name__} contains no batch norm and no norm of kalmannorm")
     for name, (norm, _) in found.items():
         if not isinstance(norm, GroupedNorm):
             continue
         if norm.inference != "population":
             raise ValueError(
-                f"fold: {name!r} is in {norm.inference!r} inference, and only population statistics fold: call "
+                f"fold: {name!r} is in {norm.inference!r} inference; only population statistics can be folded: call "
                 "kalmannorm.set_inference(model, 'population') first"
             )
         if not norm.track_running_stats:
             raise ValueError(f"fold: {name!r} has track_running_stats=False, so there are no statistics to fold")
         if isinstance(norm, BatchKalmanNorm) and norm.wire is None and norm.prior_features is not None:
             raise ValueError(
-                f"fold: {name!r} is given `previous` by the model's own code, which a plain norm does not take; build "
+                f"fold: {name!r} gets `previous` from the model's own code, which a plain norm does not accept; build "
                 "the model with BatchNorm, load the state dict with strict=False and fold that"
             )
     return found
@@ -174,7 +175,7 @@ def _layers_of_plan(found: Norms) -> dict[str, nn.Module]:
     for name, (norm, _) in found.items():
         if isinstance(norm, BatchKalmanNorm) and norm.wire is not None:
             wired = True
-            # Not by name: the model may be a part of what was converted, or hold it.
+            # Not by name, because the model may be a part of the converted model, or contain it.
             plans = norm.wire.relay.plan.norms.values()
             fold = next(plan.fold for plan in plans if plan.calls and plan.calls[0].identity == norm.wire.calls[0])
             layer = fold.module()
@@ -182,8 +183,8 @@ def _layers_of_plan(found: Norms) -> dict[str, nn.Module]:
                 layers[name] = layer
     if not wired:
         raise ValueError(
-            "example_input must be given for a model that kalmannorm.convert did not wire: what the model is called "
-            "with, such as torch.randn(2, 3, 224, 224); what each norm reads is found by running it"
+            "example_input must be given for a model that kalmannorm.convert did not wire: the model's input, "
+            "such as torch.randn(2, 3, 224, 224); the model runs on it to find the input of each norm"
         )
     return layers
 
@@ -199,8 +200,8 @@ def _layers_of_run(model: nn.Module, example_input: Any, found: Norms) -> dict[s
 
 
 def _folds(norm: nn.Module, then: tuple[str, ...], layer: nn.Module) -> bool:
-    """Whether the two are such that one layer can do what both do."""
-    # What is computed (parametrized, weight-normed, pruned) is no parameter of the layer's own.
+    """Whether one layer can replace the layer and the norm."""
+    # A computed weight (parametrized, weight-normed, pruned) is not a parameter of the layer.
     own = layer._parameters
     if norm.running_mean is None or own.get("weight") is None or "bias" not in own:
         return False
@@ -210,7 +211,10 @@ def _folds(norm: nn.Module, then: tuple[str, ...], layer: nn.Module) -> bool:
 
 
 def _adds_bias(layer: nn.Module) -> bool:
-    """Whether a layer that has no bias would use one, as a subclass may not: of zeros it then makes the bias."""
+    """Whether a layer without a bias would use one, which a subclass may not.
+
+    If it does, its output for an input of zeros is the bias.
+    """
     assert isinstance(layer, (_ConvNd, nn.Linear))
     weight, taps = layer.weight, cast(tuple[int, ...], ())
     if isinstance(layer, _ConvNd):
@@ -222,7 +226,7 @@ def _adds_bias(layer: nn.Module) -> bool:
             layer.bias = nn.Parameter(bias)
             y = layer(weight.new_zeros(1, inputs, *taps))
         return torch.equal(y, bias.reshape(1, -1, *(1,) * len(taps)).expand_as(y))
-    except Exception:  # it wants something else than one tensor
+    except Exception:  # it needs other arguments than one tensor
         return False
     finally:
         layer.bias = None
@@ -235,15 +239,15 @@ def _channels(layer: _ConvNd | nn.Linear) -> tuple[int, int]:
 
 
 def _undisturbed(model: nn.Module, found: Norms, pairs: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Pairs whose layer is in the model and shares no parameter, and that have no hook between them."""
+    """Pairs whose layer is in the model and shares no parameter, with no hook between layer and norm."""
     modules = list(model.modules())
     holders = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
     inside = {id(module): {id(part) for part in module.modules()} for module in modules if _hooked(module)}
     kept = {}
     for name, layer in pairs.items():
         norm = found[name][0]
-        alone = all(holders[id(p)] == 1 for p in layer.parameters())  # 0 where the layer was replaced
-        # Of a module that holds both, no hook is given what lies between them.
+        alone = all(holders[id(p)] == 1 for p in layer.parameters())  # 0 if the layer was replaced
+        # A hook of a module that contains both does not see the tensor between them.
         unseen = all((id(layer) in parts) == (id(norm) in parts) for parts in inside.values())
         if alone and unseen:
             kept[name] = layer
@@ -251,7 +255,7 @@ def _undisturbed(model: nn.Module, found: Norms, pairs: dict[str, nn.Module]) ->
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a hook that is not ours would see what the module is given, or gives."""
+    """Whether a hook other than ours would see the inputs or outputs of the module."""
     hooks = [hook for table in _HOOKS for hook in getattr(module, table).values()]
     return any(not type(hook).__module__.startswith("kalmannorm.") for hook in hooks)
 
@@ -271,7 +275,7 @@ def _fold_into(layer: nn.Module, norm: nn.Module, scale: Tensor, shift: Tensor) 
 
 
 def _become_what_follows(norm: nn.Module, then: tuple[str, ...]) -> None:
-    """The norm itself changes, so that whoever holds it holds what it is now."""
+    """Change the norm itself, so that references to it stay valid."""
     fresh = nn.Sequential() if then else nn.Identity()
     for name in then:
         fresh.add_module(name, norm._modules[name])

@@ -1,4 +1,4 @@
-"""For the optimizer and the log: what weight decay must leave alone, and how far each layer trusts its batch."""
+"""For the optimizer and the log: which parameters weight decay must not change, and the gain of each layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: everything decays but γ and β of any norm, and the filter's q, A and r.
+    """Two optimizer groups: weight decay applies to all parameters except γ and β of any norm, and the filter's q, A
+    and r.
 
-    Decay would pull q towards ½, A and r towards 0 and γ towards 0, whatever the data says.
+    Weight decay would pull q towards ½, and A, r and γ towards 0, regardless of the data.
     """
     spared = {
         id(parameter)
@@ -31,6 +32,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def gains(model: nn.Module) -> dict[str, float]:
-    """q of every layer that has a prior, by name; the mean over channels where it is per channel."""
+    """The gain q of every layer that has a prior, by name. If q is per channel, its mean over channels."""
     found = {name: m.gain for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm)}
     return {name: float(gain.detach().mean()) for name, gain in found.items() if gain is not None}

@@ -1,4 +1,4 @@
-"""What a whole model normalizes with: ways of inference, frozen statistics, and whether any batch was skipped."""
+"""Settings of a whole model: the way of inference, frozen statistics, and whether a batch was skipped."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def require_norms(model: nn.Module, caller: str) -> list[tuple[str, GroupedNorm]
     found = list(norms(model))
     if not found:
         raise ValueError(
-            f"{caller}: {type(model).__name__} holds no norm of kalmannorm; convert it first, kalmannorm.convert("
+            f"{caller}: {type(model).__name__} contains no norm of kalmannorm; convert it first, kalmannorm.convert("
             "model, example_input)"
         )
     return found
 
 
 def named(layers: list[str]) -> str:
-    """The first few, for a message."""
+    """The first few names, for a message."""
     return ", ".join(layers[:5]) + (", …" if len(layers) > 5 else "")
 
 
 def set_inference(model: nn.Module, mode: Inference) -> None:
-    """Choose what every norm of the model uses in `eval()`; all are set, or none where one cannot.
+    """Choose what every norm of the model uses in `eval()`. If one norm cannot use the mode, none is changed.
 
-    "population": the moving averages; exactly a BatchNorm, and it folds.
+    "population": the running averages. Equals a BatchNorm and can be folded.
     "batch": the posterior of groups of m test examples.
-    "example": the posterior of a virtual group, this example among m - 1 average ones; independent of its neighbours.
+    "example": the posterior of a virtual group of this example and m - 1 average examples. Independent of the batch.
     """
     found = require_norms(model, "set_inference")
     for name, norm in found:
@@ -49,10 +49,10 @@ def set_inference(model: nn.Module, mode: Inference) -> None:
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
-    """Make every norm run in training as it does in `eval()`: no buffer moves, and `.train()` does not undo it.
+    """Make every norm run in training as it does in `eval()`: no buffer is updated, and `.train()` does not undo this.
 
-    γ and β still learn. `frozen=False` lets the statistics move again. torch's own BatchNorm layers cannot be frozen
-    so that `.train()` keeps it; a warning names them.
+    γ and β are still trained. `frozen=False` makes the statistics update again. torch's own BatchNorm layers cannot be
+    frozen in this way, and a warning names them.
     """
     found = require_norms(model, "freeze_statistics")
     for _, norm in found:
@@ -60,7 +60,7 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
     others = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if frozen and others:
         warnings.warn(
-            f"freeze_statistics: {len(others)} torch BatchNorm layers are not frozen, their statistics still move in "
+            f"freeze_statistics: {len(others)} torch BatchNorm layers are not frozen and are still updated in "
             f"training: {named(others)}",
             UserWarning,
             stacklevel=2,
@@ -68,9 +68,9 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
 
 
 def check_statistics(model: nn.Module) -> dict[str, int]:
-    """Layers that met batches with NaN or Inf statistics, and how many; such batches leave all buffers unchanged.
+    """Layers that had batches with NaN or Inf statistics, and how many. Such batches leave all buffers unchanged.
 
-    Waits for the device, so ask between epochs rather than between steps.
+    The call waits for the device, so use it between epochs, not between steps.
     """
     counts = {name: norm.skipped() for name, norm in require_norms(model, "check_statistics")}
     return {name: count for name, count in counts.items() if count}

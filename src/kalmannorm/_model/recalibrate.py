@@ -1,12 +1,12 @@
-"""Population statistics from data: one pass over a loader puts what it really shows in place of the moving averages.
+"""Population statistics from data: one pass over a loader replaces the running averages by statistics of all its data.
 
-A moving average lags behind the weights, forgets all but the last batches, and lets a small last batch weigh as much
-as a whole one. Here every value counts once: with n_i values in batch i and N = Σ n_i,
+A running average lags behind the weights, forgets all but the last batches, and gives a small last batch the weight of
+a full one. Here every value counts once: with n_i values in batch i and N = Σ n_i,
 
     μ = Σ n_i mean_i / N        Σ = Σ n_i (var_i + (mean_i - μ)²) / N
 
-however the data are split into batches or over ranks. Sums run in float64, beside the buffers, which are written once,
-at the end: an interrupted pass changes nothing.
+for every split of the data into batches or over ranks. Sums are float64 and separate from the buffers. The buffers are
+written once, at the end, so an interrupted pass changes nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Forward = Callable[[nn.Module, Any], object]
 
 
 class Recalibration(NamedTuple):
-    """What a pass of `recalibrate` used, over all ranks.
+    """The result of `recalibrate`, over all ranks.
 
-    batches: batches of the loaders.
-    values: values per channel that each norm's statistics rest on, by name; 0 where the old ones were kept.
-    skipped: batches left out for NaN or Inf statistics, of the norms that met any.
+    batches: number of batches of the loaders.
+    values: values per channel in each norm's statistics, by name; 0 if the old statistics were kept.
+    skipped: number of batches with NaN or Inf statistics, for each norm that had any.
     """
 
     batches: int
@@ -53,39 +53,40 @@ def recalibrate(
 ) -> Recalibration:
     """Re-estimate the population statistics of every norm of this library, and of every torch BatchNorm, from data.
 
-    The norms run as in training: each group of m examples is normalized with its own posterior, so use batches of whole
-    groups, shuffled as in training. All else, dropout or stochastic depth, runs as in `eval()`: its noise, which
-    inference does not meet, would widen the statistics of every norm behind it.
+    The norms run as in training: each group of m examples is normalized with its own posterior. So use batches of whole
+    groups, shuffled as in training. All other layers, such as dropout or stochastic depth, run as in `eval()`. Their
+    noise does not exist at inference and would increase the variances of all norms after them.
 
-    Each norm gets the statistic it keeps in training: the pooled moments of its posteriors (of its input, for batch
-    norms; biased, as what a fixed normalizer meets); where `total_variance=False` the plain average of variances, in
-    Batch Renorm that of σ. Frozen norms are estimated too and stay frozen, and so are norms in eval mode. What keeps no
-    running statistics is left alone. Flags, momentum, parameters, gradients and the counters of training stay as they
-    are, and after an error the statistics too. A model compiled by `torch.compile` runs uncompiled here.
+    Each norm gets the kind of statistics that it keeps in training. These are the pooled moments of its posteriors, or
+    for batch norms the pooled moments of its input, with biased variance, because a fixed normalizer meets that
+    variance. With `total_variance=False` they are the plain average of variances, in Batch Renorm that of σ. Frozen
+    norms and norms in eval mode are estimated too, and stay frozen or in eval mode. Norms without running statistics
+    stay unchanged. Flags, momentum, parameters, gradients and the counters of training do not change. After an error
+    the statistics do not change either. A model compiled by `torch.compile` runs uncompiled here.
 
-    With `torch.distributed` on several ranks every rank calls it with data of its own, as many batches as it has; all
-    get the statistics of all data. Norms that synchronise in training take their groups from one rank here, because
-    ranks may differ in their number of batches. (A sharded model, FSDP's, needs equally many.)
+    With `torch.distributed` every rank calls this function with its own data and any number of batches. All ranks get
+    the statistics of all data. Norms that synchronise in training take their groups from one rank here, because ranks
+    may have different numbers of batches. (A sharded model, as in FSDP, needs equal numbers.)
 
     Args:
         loader: yields batches: a tensor, or a tuple, list or dict whose first element is the model's input.
-        max_batches: stop after so many on each rank; None takes all.
-        forward: runs the model on a batch of any other kind, `forward(model, batch)`; its result is not used. To
-            re-estimate a part of a model only, pass that part, and a `forward` that runs the whole, in `eval()`.
-        progress: show a bar, on rank 0 and where stderr is a terminal.
+        max_batches: the most batches on each rank; None takes all.
+        forward: runs the model on batches of another kind, `forward(model, batch)`. Its result is not used. To
+            re-estimate a part of a model only, pass that part, and a `forward` that runs the whole model in `eval()`.
+        progress: show a progress bar, on rank 0 and if stderr is a terminal.
 
-    Tensors in a batch are moved to the model's device. Batches that give NaN or Inf are left out, and norms that never
-    run keep their statistics; a warning names the norms.
+    Tensors in a batch are moved to the model's device. Batches with NaN or Inf statistics are skipped. Norms that never
+    run keep their statistics. A warning names the norms in both cases.
     """
     if max_batches is not None:
         max_batches = positive_int("max_batches", max_batches)
     if isinstance(loader, Tensor):
-        raise TypeError("loader must yield batches, got a tensor; for a single batch give [tensor]")
+        raise TypeError("loader must yield batches, got a tensor; for a single batch pass [tensor]")
     if isinstance(model, nn.DataParallel):
-        model = model.module  # its replicas would keep their statistics to themselves
+        model = model.module  # each replica would keep its statistics to itself
     found = tallies(model)
     if not found:
-        raise ValueError(f"recalibrate: {type(model).__name__} holds no norm with running statistics")
+        raise ValueError(f"recalibrate: {type(model).__name__} contains no norm with running statistics")
     batches, failure = 0, None
     try:
         batches = _run(model, loader, found.values(), max_batches, forward or _first_element, progress)
@@ -94,7 +95,7 @@ def recalibrate(
     own = {} if failure else {name: tally.state() for name, tally in found.items()}
     batches, states = _joined(batches, own, failure)
     if not batches:
-        raise ValueError("recalibrate: loader gave no batch; an iterator that was used before has none left")
+        raise ValueError("recalibrate: loader yielded no batch; an iterator can be used only once")
     merged = {name: tally.merged(states[name]) for name, tally in found.items()}
     kept = {name for name, tally in found.items() if not tally.write(merged[name])}
     if _rank() == 0:
@@ -114,13 +115,13 @@ def finish_on_population(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> Recalibration:
-    """`recalibrate`, then freeze the statistics: the last phase of training runs on what inference will use.
+    """`recalibrate`, then freeze the statistics: the last phase of training uses the statistics of inference.
 
-    Call it before the last epochs, then go on training: the weights, γ and β adapt to the fixed statistics, and
-    `.train()` does not undo it; `freeze_statistics(model, False)` does. Wait until the learning rate is low, at about a
-    twentieth of its peak: a net whose statistics no longer follow its weights diverges sooner. Every norm is set to
-    `population` inference, for frozen norms run in training as they do in `eval()`; a warning says so where it was
-    another. torch's own BatchNorm layers cannot be frozen; a warning names them. Arguments and result as in
+    Call it before the last epochs, then continue training. The weights, γ and β adapt to the fixed statistics.
+    `.train()` does not undo this, `freeze_statistics(model, False)` does. Call it when the learning rate is low, about
+    a twentieth of its peak, because a network with frozen statistics diverges sooner. Every norm is set to `population`
+    inference, because frozen norms run in training as they do in `eval()`. A warning names norms that had another mode.
+    torch's own BatchNorm layers cannot be frozen, and a warning names them. Arguments and result are those of
     `recalibrate`.
     """
     found = require_norms(model, "finish_on_population")
@@ -130,8 +131,8 @@ def finish_on_population(
     freeze_statistics(model)
     if others:
         warnings.warn(
-            f"finish_on_population: {len(others)} norms had another inference and are now set to 'population', as the "
-            f"last phase of training needs: {named(others)}",
+            f"finish_on_population: {len(others)} norms had another inference mode and are now set to 'population', "
+            f"which the last phase of training needs: {named(others)}",
             UserWarning,
             stacklevel=2,
         )
@@ -146,14 +147,14 @@ def _run(
     forward: Forward,
     progress: bool,
 ) -> int:
-    """Show every batch to the norms; the model is as before when this ends, in whatever way."""
+    """Run every batch through the norms. The model is restored afterwards, even after an error."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()))
     batches = 0
     with torch.no_grad(), _uncompiled(), ExitStack() as stack:
         for module in model.modules():
             change(stack, module, training=False)
             if isinstance(module, nn.parallel.DistributedDataParallel):
-                # It would broadcast the buffers, and wait for ever for a rank that has no batch.
+                # DDP would broadcast the buffers, and wait forever for a rank without a batch.
                 change(stack, module, require_forward_param_sync=False)
         for tally in found:
             tally.attach(stack)
@@ -166,7 +167,7 @@ def _run(
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    # Compiled code would neither see what is changed for the pass nor be worth compiling anew for it.
+    # Compiled code would not see what is changed for this pass, and compiling again would not pay off.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -178,7 +179,7 @@ def _bar(loader: Iterable[Any], max_batches: int | None, progress: bool) -> Any:
         total = max_batches
     if total is not None and max_batches is not None:
         total = min(total, max_batches)
-    # A file or a pipe is no place for a bar. The stand-in that torch has for tqdm shows no label, and counts in bytes.
+    # No bar in a file or a pipe. torch's replacement for tqdm shows no label and counts in bytes.
     shown = progress and _rank() == 0 and sys.stderr is not None and sys.stderr.isatty()
     if stand_in := tqdm.__module__ == "torch.hub":
         shown = shown and total is not None
@@ -196,13 +197,13 @@ def _first_element(model: nn.Module, batch: Any) -> object:
         return model(batch)
     raise TypeError(
         "loader must yield tensors, or tuples, lists or dicts whose first element is the model's input; got "
-        f"{'an empty' if isinstance(elements, (tuple, list)) else 'a'} {type(batch).__name__}. For other batches give "
+        f"{'an empty' if isinstance(elements, (tuple, list)) else 'a'} {type(batch).__name__}. For other batches pass "
         "forward, a function of (model, batch) that runs the model"
     )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in its tuples, lists and dicts on the device; other objects as they are."""
+    """The batch with every tensor in its tuples, lists and dicts on the device. Other objects are unchanged."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -210,7 +211,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if type(batch) in (tuple, list):
         return type(batch)(to_device(part, device) for part in batch)
     if isinstance(batch, MutableMapping):
-        updated = copy.copy(batch)  # keeps the kind: some dicts of batches have attributes
+        updated = copy.copy(batch)  # keeps the class: some dicts of batches have attributes
         updated.update({key: to_device(part, device) for key, part in batch.items()})
         return updated
     return batch
@@ -228,9 +229,9 @@ def _rank() -> int:
 def _joined(
     batches: int, states: dict[str, Tallied], failure: Exception | None
 ) -> tuple[int, dict[str, list[Tallied]]]:
-    """Batches in all and every rank's states, in the order of ranks; the only point where ranks meet.
+    """The number of all batches, and the states of all ranks in order. Ranks communicate only here.
 
-    A rank that failed comes here too, so that the others learn of it instead of waiting for it.
+    A rank that failed also comes here, so that the others get its error instead of waiting for it.
     """
     ranks = [(batches, states, failure and f"{type(failure).__name__}: {failure}")]
     if _ranks() > 1:
@@ -243,7 +244,7 @@ def _joined(
             raise RuntimeError(f"recalibrate: rank {rank} failed, so no statistics were changed: {error}")
         if theirs.keys() != states.keys():
             raise RuntimeError(
-                f"recalibrate: rank {rank} holds other norms than rank {_rank()}; its model must be the same"
+                f"recalibrate: rank {rank} has other norms than rank {_rank()}; all ranks need the same model"
             )
     return sum(rank[0] for rank in ranks), {name: [rank[1][name] for rank in ranks] for name in states}
 
@@ -252,8 +253,8 @@ def _report(merged: dict[str, Tallied], kept: set[str]) -> None:
     skipped = [name for name, state in merged.items() if state.skipped or (name in kept and state.batches)]
     unseen = [name for name in merged if name in kept and name not in skipped]
     if skipped:
-        counts = [f"{n} ({merged[n].skipped} left out{', statistics kept' * (n in kept)})" for n in skipped]
-        text = f"recalibrate: {len(skipped)} norms met batches with NaN or Inf statistics: {named(counts)}"
+        counts = [f"{n} ({merged[n].skipped} skipped{', statistics kept' * (n in kept)})" for n in skipped]
+        text = f"recalibrate: {len(skipped)} norms had batches with NaN or Inf statistics: {named(counts)}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     if unseen:
         text = f"recalibrate: {len(unseen)} norms never ran and keep their statistics: {named(unseen)}"

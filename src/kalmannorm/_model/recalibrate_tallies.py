@@ -1,6 +1,6 @@
-"""Tallies: what each norm of a model sees while `recalibrate` runs, in float64 and apart from the norm's own buffers.
+"""Tallies: what each norm of a model sees during `recalibrate`, in float64 and separate from the norm's buffers.
 
-The buffers meanwhile stay as they were (Batch Renorm corrects towards them) and are written once, at the end.
+The buffers keep their values until the end, because Batch Renorm corrects towards them. Then they are written once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTS = ("num_batches_tracked", "values_tracked", "skipped_batches")
 
 
 class Tallied(NamedTuple):
-    """A tally in numbers that other ranks can take: what went in, and the averages (C,) on the CPU, by kind."""
+    """A tally as numbers that can be sent to other ranks: counts, and the averages (C,) on the CPU, by kind."""
 
     batches: int
     values: int
@@ -35,7 +35,7 @@ def change(stack: ExitStack, module: nn.Module, **attributes: object) -> None:
     """Set attributes of a module until the stack closes."""
     for name, value in attributes.items():
         old = getattr(module, name)
-        if callable(old) and name not in vars(module):  # a method: removing what covers it shows it again
+        if callable(old) and name not in vars(module):  # a method: deleting the attribute makes it visible again
             stack.callback(delattr, module, name)
         else:
             stack.callback(setattr, module, name, old)
@@ -43,18 +43,18 @@ def change(stack: ExitStack, module: nn.Module, **attributes: object) -> None:
 
 
 class Tally:
-    """What one norm has seen, in tensors named as its buffers; nothing waits for the device until `state`."""
+    """The statistics that one norm has seen, named like its buffers. Nothing waits for the device before `state`."""
 
     def __init__(self, norm: _NormBase) -> None:
         self.norm = norm
         self.seen: dict[str, Tensor] = {}
 
     def attach(self, stack: ExitStack) -> None:
-        """Run the norm as in training, and look on, until the stack closes."""
+        """Run the norm as in training and observe it, until the stack closes."""
         raise NotImplementedError
 
     def updated(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
-        """Where an average goes that gives a batch the weight α: by the law of total variance."""
+        """The average after a batch with weight α, by the law of total variance."""
         return updated(average.mean, average.var, batch, alpha, total_variance=True)
 
     def state(self) -> Tallied:
@@ -69,7 +69,7 @@ class Tally:
         return Tallied(batches, values, skipped, averages)
 
     def merged(self, states: list[Tallied]) -> Tallied:
-        """The states of all ranks as one; the same to the last bit on each rank, for each does the same sums."""
+        """The states of all ranks as one. All ranks get equal bits, because they add in the same order."""
         values = 0
         averages: dict[str, Moments] = {}
         for state in states:
@@ -83,7 +83,7 @@ class Tally:
         return Tallied(sum(state.batches for state in states), values, sum(state.skipped for state in states), averages)
 
     def write(self, state: Tallied) -> bool:
-        """Give the norm these statistics, unless nothing went in or they overflow its buffers; whether it got them."""
+        """Write these statistics into the norm. False if there were no values or they overflow the buffers."""
         new = []
         for kind, average in state.averages.items():
             for part in ("mean", "var"):
@@ -97,7 +97,7 @@ class Tally:
 
 
 class GroupedTally(Tally):
-    """A norm of this library tracks as ever, with `momentum=None`, but into the tally instead of its buffers."""
+    """A norm of this library tracks as usual, with `momentum=None`, but into the tally instead of its buffers."""
 
     norm: GroupedNorm
 
@@ -115,7 +115,8 @@ class GroupedTally(Tally):
         if norm._pending is not None:
             change(stack, norm, _pending=None)
         if getattr(norm, "process_group", None) is not None:
-            # Ranks may have unequal numbers of batches: one that waits for the others at each would wait for ever.
+            # Ranks may have different numbers of batches. A norm that waits for the others at each batch would wait
+            # forever.
             change(stack, norm, process_group=None)
         if isinstance(norm, BatchKalmanNorm):
             stack.callback(norm.release)
@@ -123,20 +124,20 @@ class GroupedTally(Tally):
     def updated(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
         if kind == "observed":
             return super().updated(kind, average, batch, alpha)
-        with ExitStack() as inside:  # by the norm's own rule, which reads its buffers
+        with ExitStack() as inside:  # uses the norm's own rule, which reads its buffers
             change(inside, self.norm, running_mean=average.mean, running_var=average.var)
             return self.norm._updated(batch, alpha)
 
     def write(self, state: Tallied) -> bool:
         written = super().write(state)
         if written and self.norm.values_tracked is not None:
-            # num_batches_tracked stays: it counts steps of training, by which Batch Renorm's clips are scheduled.
+            # num_batches_tracked stays: it counts training steps, which the schedule of Batch Renorm's clips needs.
             self.norm.values_tracked.fill_(state.values)
         return written
 
 
 class BatchNormTally(Tally):
-    """torch's BatchNorm shows its input to the tally; by itself it would weigh all batches alike."""
+    """torch's BatchNorm passes its input to the tally. By itself it would give all batches the same weight."""
 
     norm: _BatchNorm
 
@@ -149,10 +150,10 @@ class BatchNormTally(Tally):
                 self.observe(x)
             with ExitStack() as inside:
                 if x.dim() > 1 and x.numel() > x.shape[1]:
-                    # In eval mode and without buffers it takes the batch's statistics, moves nothing, and does not
-                    # wait for other ranks as a SyncBatchNorm in training does.
+                    # In eval mode and without buffers it uses the batch's statistics, updates nothing, and does not
+                    # wait for other ranks, as a SyncBatchNorm in training does.
                     change(inside, norm, running_mean=None, running_var=None)
-                # One value per channel has no variance; then the old running statistics normalize.
+                # One value per channel has no variance. Then the old running statistics are used.
                 return forward(*args, **kwargs)
 
         change(stack, norm, forward=observe_then_forward)
@@ -177,19 +178,19 @@ class BatchNormTally(Tally):
     def write(self, state: Tallied) -> bool:
         written = super().write(state)
         if written and self.norm.num_batches_tracked is not None:
-            self.norm.num_batches_tracked.fill_(state.batches)  # by which its `momentum=None` weighs what comes next
+            self.norm.num_batches_tracked.fill_(state.batches)  # with `momentum=None` it is the weight of later batches
         return written
 
 
 def blank(like: Tensor) -> Tensor:
-    """Zeros of that shape and place: averages in float64, where the device has it."""
+    """Zeros of this shape on this device, in float64 if the device supports it."""
     if not like.is_floating_point():
         return torch.zeros_like(like)
     return torch.zeros_like(like, dtype=precise_dtype(like))
 
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
-    """One for every norm with running statistics, by its name."""
+    """One tally for every norm with running statistics, by name."""
     kinds: tuple[tuple[type[_NormBase], type[Tally]], ...] = ((GroupedNorm, GroupedTally), (_BatchNorm, BatchNormTally))
     return {
         name or "(the model itself)": tally(module)

@@ -1,7 +1,7 @@
-"""An SVG drawing of who feeds whom: norms in layers from top to bottom, an arrow from every source.
+"""An SVG drawing of who feeds whom: norms in layers from top to bottom, with an arrow from every source.
 
-Colours are attributes, so that the file stands alone, and classes say what they mean, so that the style sheet of a
-page that holds the drawing can give others.
+Colours are attributes, so that the file works alone. Elements also have classes, so that the style sheet of a page can
+give them other colours.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from html import escape
 
 _ROW, _GAP, _HEIGHT, _LETTER, _LANE, _TOP = 46, 18, 24, 6.4, 14, 92
 _COLOURS = {"wired": ("#e0f2e9", "#2f855a"), "alone": ("#fff4de", "#b7791f")}
-_LEGEND = (("wired", "has a prior, from the norms before it"), ("alone", "no prior: hover tells why"))
+_LEGEND = (("wired", "has a prior, from the norms before it"), ("alone", "no prior: hover to see why"))
 
 
 def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], str | None]]) -> str:
-    """`norms` are (name, channels, sources, why there is no prior), in the order they run."""
+    """`norms` are (name, channels, sources, why there is no prior), in the order in which they run."""
     level: dict[str, int] = {}
     for name, _, sources, _ in norms:
         level[name] = max((level[source] + 1 for source in sources if source in level), default=0)
@@ -49,7 +49,7 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
         depth: _edges([place[norms[i][0]][0] for i in row], [widths[i] for i in row]) for depth, row in rows.items()
     }
     for name, _, sources, _ in norms:
-        for source in filter(place.__contains__, sources):  # others lie outside of the model
+        for source in filter(place.__contains__, sources):  # others are outside of the model
             between = [edges[depth] for depth in range(level[source] + 1, level[name]) if depth in edges]
             parts.append(_arrow(place[source], place[name], between))
     for (name, channels, _, reason), width in zip(norms, widths, strict=True):
@@ -58,7 +58,7 @@ def draw(title: str, summary: str, norms: Sequence[tuple[str, int, list[str], st
 
 
 def _legend() -> list[str]:
-    """What the two colours mean, on one line under the summary."""
+    """The meaning of the two colours, on one line under the summary."""
     parts, x = [], float(_GAP)
     for kind, words in _LEGEND:
         fill, line = _COLOURS[kind]
@@ -71,7 +71,7 @@ def _legend() -> list[str]:
 
 
 def _edges(centres: list[float], widths: list[float]) -> tuple[float, float]:
-    """How far a row reaches to the left and to the right."""
+    """The left and the right edge of a row."""
     return centres[0] - widths[0] / 2, centres[-1] + widths[-1] / 2
 
 
@@ -80,7 +80,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], between: list[t
     y1, y2 = y1 + _HEIGHT / 2, y2 - _HEIGHT / 2
     c1, c2 = x1, x2
     if between:
-        # Around the rows that it passes, on the shorter side; a cubic gets three quarters of the way to its handles.
+        # Go around the rows between, on the shorter side. A cubic covers three quarters of the way to its handles.
         lane = _LANE * len(between) ** 0.5
         left, right = min(row[0] for row in between) - lane, max(row[1] for row in between) + lane
         side = left if x1 + x2 - 2 * left < 2 * right - x1 - x2 else right

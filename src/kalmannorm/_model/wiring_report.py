@@ -1,4 +1,4 @@
-"""The report behind `wiring(model)`: a table, a line, the data, and a drawing."""
+"""The report of `wiring(model)`: a table, a summary, the data and a drawing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kalmannorm._wiring.program import Parameter, Step
 
 @dataclass(frozen=True)
 class NormWiring:
-    """One norm. `sources` feed it with no norm between; `reason` says why it has no prior, None where it has one.
+    """One norm. `sources` feed it with no norm between. `reason` says why it has no prior, and is None if it has one.
 
-    Of a norm that runs several times, `transition` says how many of its calls have one, if not all.
+    If a norm runs several times and not all of its calls have a prior, `transition` says how many have one.
     """
 
     name: str
@@ -36,7 +36,7 @@ class NormWiring:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What feeds every norm of a converted model, in the order they run."""
+    """The sources of every norm of a converted model, in the order in which the norms run."""
 
     model: str
     transition: str
@@ -45,7 +45,7 @@ class Wiring:
 
     @property
     def summary(self) -> str:
-        """One line: how many norms are wired, of the others how many have a norm before them, and what went wrong."""
+        """One line: how many norms are wired, how many of the others have a norm before them, and any problems."""
         wired = sum(norm.wired for norm in self.norms)
         lost = sum(not norm.wired and bool(norm.sources) for norm in self.norms)
         first = sum(not norm.wired and not norm.sources and norm.calls > 0 for norm in self.norms)
@@ -53,7 +53,7 @@ class Wiring:
         parts = [f"{wired} of {len(self.norms)} norms of {self.model} are wired ({self.transition})"]
         parts += [f"{first} with no norm before"] if first else []
         parts += [f"{lost} fed by norms but without a prior"] if lost else []
-        parts += [f"{unseen} never ran in the example"] if unseen else []
+        parts += [f"{unseen} did not run on the example input"] if unseen else []
         return "; ".join([", ".join(parts), *self.notes])
 
     def __str__(self) -> str:
@@ -76,15 +76,18 @@ class Wiring:
         return self.svg()
 
     def save(self, path: str) -> None:
-        """Write the drawing to a file, whose name ends in .svg."""
+        """Write the drawing to a file whose name ends in .svg."""
         if not str(path).endswith(".svg"):
-            raise ValueError(f"path must end in .svg, which is what is written, got {str(path)!r}")
+            raise ValueError(f"path must end in .svg, the format of the drawing, got {str(path)!r}")
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.svg())
 
 
 def report(relays: Sequence[Relay], model: nn.Module) -> Wiring:
-    """Of one converted model or several, of which this model is, holds or is a part; names are those in this model."""
+    """The report of all converted models that this model is, contains or is a part of.
+
+    Names are those in this model.
+    """
     norms: list[NormWiring] = []
     notes: list[str] = []
     for relay in relays:
@@ -95,7 +98,7 @@ def report(relays: Sequence[Relay], model: nn.Module) -> Wiring:
 
 
 def _names_in(model: nn.Module, relay: Relay) -> dict[str, str]:
-    """For the norms of a converted model that are in this one: from the name there to the name here."""
+    """For the norms of a converted model that are in this model: their names there and here."""
     there = {norm.calls[0].identity: norm.name for norm in relay.plan.norms.values() if norm.calls}
     modules, found, pair = dict(model.named_modules()), dict[str, str](), ("", "")
     for name, module in modules.items():
@@ -111,7 +114,7 @@ def _names_in(model: nn.Module, relay: Relay) -> dict[str, str]:
 
 
 def _moved(name: str, old: str, new: str) -> str:
-    """Of a norm that never ran no wire tells where it is; but its name changes as that of another, from old to new."""
+    """The new name of a norm that never ran, and so has no wire. Another norm's name changed from `old` to `new`."""
     if new.endswith(old):
         return new[: len(new) - len(old)] + name
     prefix = old.removesuffix(new)
@@ -137,7 +140,7 @@ def _norms(plan: Plan, names: dict[str, str]) -> list[NormWiring]:
 
 
 def _replaced(model: nn.Module, relay: Relay) -> list[str]:
-    """Layers that priors still read, but that are in the model no more."""
+    """Layers that priors still read, but that are no longer in the model."""
     for prefix, root in model.named_modules():
         hooks = root._forward_pre_hooks.values()
         if any(isinstance(hook, Begin) and hook.relay is relay and hook.whole for hook in hooks):

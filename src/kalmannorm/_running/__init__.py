@@ -1,1 +1,1 @@
-"""What happens in every forward of a converted model: priors reach norms, and statistics are tracked."""
+"""Done in every forward of a converted model: priors reach norms, and running statistics are updated."""

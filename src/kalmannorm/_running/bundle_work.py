@@ -1,4 +1,4 @@
-"""What the steps of a program are in a bundle: beliefs, functions of entries, layers, or choices of entries."""
+"""Which kind of work each step of a program is in a bundle: belief, function of entries, layer or selection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kalmannorm.moments.linear import geometry
 from kalmannorm.moments.windows import Axis, kinds
 
 LARGEST_WINDOW = 64
-"""Taps, and kinds of positions, of the largest convolution that goes into a bundle."""
+"""The most taps, and the most kinds of positions, of a convolution in a bundle."""
 
 _SUMS = {algebra.add: "add", algebra.subtract: "subtract", algebra.product: "product"}
 _PIECEWISE = {algebra.ACTIVATIONS[name]: name for name in SHAPES}
@@ -59,7 +59,10 @@ class LayerOf(NamedTuple):
 
 
 class Work(NamedTuple):
-    """`inputs` are the steps that are moments. Without any of the others it is a choice of their entries."""
+    """The work of one step. `inputs` are the steps whose moments it reads.
+
+    Without belief, function and layer it is a selection of their entries.
+    """
 
     inputs: tuple[int, ...] = ()
     belief: NormBelief | None = None
@@ -67,12 +70,12 @@ class Work(NamedTuple):
     layer: LayerOf | None = None
 
     def makes(self) -> bool:
-        """Whether it computes anything."""
+        """Whether it computes something."""
         return self.function is not None or self.layer is not None
 
 
 def work_of(program: Program, index: int) -> Work | None:
-    """None for what a bundle cannot do."""
+    """The work of a step, or None if a bundle cannot do it."""
     step = program.steps[index]
     try:
         if isinstance(step, NormBelief):
@@ -90,7 +93,7 @@ def work_of(program: Program, index: int) -> Work | None:
             return None if layer is None else Work(step.inputs[:1], layer=layer)
         else:
             function = _function(step) if isinstance(step, Apply) and len(step.inputs) == 1 else None
-    except (AttributeError, TypeError, ValueError):  # a module that is no longer what it was, options of another kind
+    except (AttributeError, TypeError, ValueError):  # a module was changed, or options are of another kind
         return None
     return None if function is None else Work(step.inputs[:1], function=function)
 
@@ -165,7 +168,7 @@ def _layer(program: Program, step: Apply) -> LayerOf | None:
     bias = rest[0] if rest else None
     options = dict(step.options)
     for part in (weight, bias):
-        # A weight that is computed lies elsewhere in memory every time.
+        # A computed weight has another memory address every time.
         if part is not None and not (isinstance(part, Parameter) and _parameter(part) is not None):
             return None
     assert isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))

@@ -1,8 +1,9 @@
-"""From the steps of a program to bundles: priors that depend on parameters alone, made ready to be computed together.
+"""Turns steps of a program into bundles, so that priors which depend on parameters alone are computed together.
 
-Calls of norms are taken in the order they run, so many at a time. Each part's steps become the elementwise work and the
-layers of a bundle; what a bundle cannot do (a step of another kind, a weight that is itself computed) is evaluated as
-before, and given to it. A step that an earlier part has is a result there, and given here.
+The calls of norms are divided into chunks, in the order in which they run. The steps of each chunk become the
+elementwise work and the layers of one bundle. A bundle cannot do every step, for example one whose weight is itself
+computed. Such a step is evaluated by the program, and the bundle reads its result. If an earlier chunk has a step, that
+bundle returns its result, and later bundles read it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kalmannorm._wiring.program import Constant, Program, Select, Slice, Step
 from kalmannorm._wiring.weak_modules import WeakModule
 
 TOGETHER = 32
-"""Norms whose priors are computed together, at most. The backward of a bundle waits for the last of its gradients, and
-with it wait the parameters that DDP could exchange by then."""
+"""The most norms whose priors are computed together. The backward of a bundle waits for the last of its gradients.
+Until then DDP cannot exchange the gradients of its parameters."""
 
 
 class Call(NamedTuple):
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a tensor of a bundle comes from: an attribute of a module, or the mean (0) or variance (1) of a step."""
+    """The origin of a tensor in a bundle: an attribute of a module, or the mean (0) or variance (1) of a step."""
 
     shape: tuple[int, ...]
     owner: WeakModule | None = None
@@ -46,25 +47,25 @@ class Source(NamedTuple):
 
 @dataclass
 class Part:
-    """A bundle and what belongs to its tensors and results in the program."""
+    """A bundle, and the steps, calls and modules that its tensors and results belong to."""
 
     bundle: Bundle
     sources: list[Source]
-    steps: list[int]  # of which the results are
-    calls: list[Call]  # of which the gains are
-    affine: dict[int, tuple[int | None, int | None]]  # of calls: which of what is passed are their γ and β
-    given: list[int]  # steps that have to be there first
-    watched: list[tuple[int, Step]]  # what it was made of: for another step in its place it would be wrong
+    steps: list[int]  # the steps whose results the bundle returns
+    calls: list[Call]  # the calls whose gains the bundle returns
+    affine: dict[int, tuple[int | None, int | None]]  # by call: indices of its γ and β in `bundle.passed`
+    given: list[int]  # steps that must be evaluated before the bundle
+    watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
 
 
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int]) -> list[Part]:
-    """`measure` tells how many entries a step has that no bundle can do."""
+    """Divide calls into parts. `measure` returns the number of entries of a step that no bundle can do."""
     works = {i: work for i in _needed(program, calls) if (work := work_of(program, i)) is not None}
-    # The first one may be short. At the end of a net, where weights are large, a short one would hold the gradients of
-    # all of them at a time when most of what the forward kept is still there.
+    # The first chunk may be short. Weights are large at the end of a network. A short chunk there would hold all their
+    # gradients at a time when most saved activations still exist.
     first = len(calls) % TOGETHER or TOGETHER
     chunks = [calls[:first], *(calls[i : i + TOGETHER] for i in range(first, len(calls), TOGETHER))]
-    owner: dict[int, int] = {}  # of steps that compute something: the first chunk that needs them
+    owner: dict[int, int] = {}  # the first chunk that needs each computing step
     wanted: list[dict[int, None]] = [{} for _ in chunks]
     for number, chunk in enumerate(chunks):
         pending = [call.target for call in chunk if call.target in works]
@@ -104,7 +105,10 @@ def _needed(program: Program, calls: Iterable[Call]) -> list[int]:
 
 
 class _Node(NamedTuple):
-    """Entries that one piece of work makes, or that are there; `start` counts in the order in which they are met."""
+    """Entries that one piece of work computes or reads.
+
+    `start` numbers entries in the order in which they are found.
+    """
 
     work: Work
     operands: tuple[Tensor, ...]
@@ -115,14 +119,16 @@ class _Node(NamedTuple):
     level: int
 
     def rank(self) -> tuple[object, ...]:
-        """Where it goes: beliefs, what is given; then by stage, alike functions of a level together, layers last."""
+        """Sort key: beliefs and given entries first, then by stage. In a stage equal functions of a level are
+        neighbours, and layers are last.
+        """
         if not self.work.makes():
             return -1, self.work.belief is None
         return self.stage, math.inf if self.work.function is None else self.level, self.work.function or ()
 
 
 class _Builder:
-    """Steps of one part, in order, become nodes; each step is known by the entries that it is."""
+    """Turns the steps of one part, in order, into nodes. `found` maps each step to its entries."""
 
     def __init__(
         self, program: Program, here: dict[int, Work], measure: Callable[[int], int], sizes: dict[int, int]
@@ -131,7 +137,7 @@ class _Builder:
         self.nodes: list[_Node] = []
         self.entries = 0
         self.found: dict[int, Tensor] = {}
-        self.known: dict[tuple[object, ...], Tensor] = {}  # the same work on the same entries is done once
+        self.known: dict[tuple[object, ...], Tensor] = {}  # equal work on equal entries is done once
         self.given: list[int] = []
         self.sources: list[Source] = []
         self.masks: list[int] = []
@@ -164,7 +170,10 @@ class _Builder:
         return Part(bundle, self.sources, steps, list(calls), affine, self.given, watched)
 
     def _pass(self, bundle: Bundle, calls: Sequence[Call], bit: int) -> dict[int, tuple[int | None, int | None]]:
-        """γ and β of norms that run here and are believed here: both of their gradients are then added up here."""
+        """γ and β of norms that run in this part and whose beliefs are used in it.
+
+        The bundle passes them on, so that both of their gradients are added in its backward.
+        """
         numbers: dict[tuple[int, str], int] = {}
         norms = {id(call.norm.module()) for call in calls}
         for place, source in enumerate(self.sources):

@@ -1,8 +1,8 @@
-"""Moves of running statistics that wait for the end of a forward, so that many norms need few launches.
+"""Updates of running statistics that wait for the end of a forward, so that many norms need few launches.
 
-What waits is the rows that norms saw and the buffers that shall follow. A norm that comes again, as in a loop, finds
-its first move made; otherwise it matters to nobody in the forward, since no norm of a converted model reads its own
-statistics in training.
+A waiting update consists of the rows that a norm observed and the buffers to change. If a norm runs again in the same
+forward, as in a loop, its first update is made before. In all other cases the delay has no effect inside the forward,
+because no norm of a converted model reads its own statistics in training.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kalmannorm._ops.dispatch import on_device_of
 from kalmannorm._ops.track.request import TrackingRequest
 
 MOST = 32
-"""Moves that are made together: their rows, four times (G, C), are laid side by side for it."""
+"""Updates that are made together. Their rows, four times (G, C), are concatenated."""
 
 
 class _Waiting(NamedTuple):
     request: TrackingRequest
-    stream: torch.cuda.Stream | None  # on which its rows are written
+    stream: torch.cuda.Stream | None  # the stream that writes its rows
 
 
 class PostponedTracking:
-    """Of one thread. `tables` belong to the kernels and are kept from forward to forward."""
+    """The waiting updates of one thread. `tables` belong to the kernels and are kept between forwards."""
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[ModuleType, torch.device], dict[int, _Waiting]] = {}
@@ -40,7 +40,7 @@ class PostponedTracking:
         waiting[buffer] = _Waiting(request, self._stream(device))
 
     def run(self, tables: dict[Any, Any]) -> None:
-        """Make all moves that wait."""
+        """Make all waiting updates."""
         everything, self.waiting = self.waiting, {}
         for (kernels, device), waiting in everything.items():
             requests = [each.request for each in waiting.values()]
@@ -52,7 +52,7 @@ class PostponedTracking:
                 kernels.track_many(requests, tables)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The current one; the same object for the same stream, and not made anew for every norm."""
+        """The current stream. Equal streams are one object, so that no object is created per norm."""
         if device.type != "cuda":
             return None
         key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
@@ -62,7 +62,10 @@ class PostponedTracking:
 
 
 def _join(waiting: _Waiting, here: torch.cuda.Stream | None) -> None:
-    """Branches of a model may run on streams of their own: let this one wait, and the memory live until it has read."""
+    """Branches of a model may run on other streams.
+
+    Make this stream wait for them, and keep the memory until it has read.
+    """
     if waiting.stream is not None and here is not None:
         here.wait_stream(waiting.stream)
         for rows in waiting.request.rows():

@@ -1,11 +1,13 @@
-"""The priors of a forward computed together: bundles run when a norm first asks for one of their results.
+"""Computes the priors of a forward together. A bundle runs when a norm first needs one of its results.
 
-Parameters are read from their owners at that moment, as the steps of a program do. Where a bundle does not apply (a
-parameter that is missing, on another device, of another shape, or sharded and not there), nothing is computed here, and
-every step is evaluated by itself. So it is under `torch.func`, in forward mode and in traces.
+Parameters are read from their modules at that moment, as the steps of a program do. If a bundle cannot be used, nothing
+is computed here, and every step is evaluated by itself. This is the case if a parameter is missing, is on another
+device, has another shape, or is sharded and not present. It is also the case under `torch.func`, in forward mode and in
+traces.
 
-Without gradients what a bundle gave is kept while its parameters stay the same, as far as their version counters and,
-because `p.data` passes those by, one value of each can tell. On a GPU looking would cost more than computing it again.
+Without gradients the results of a bundle are kept while its parameters stay the same. Version counters and one value of
+each parameter are compared, because writes to `p.data` do not change the counter. On a GPU the comparison would cost
+more than computing the bundle again, so nothing is kept there.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Affine = tuple[Tensor | None, Tensor | None]
 
 
 class Prior(Moments):
-    """A prior that comes with the gain it is fused with and, where they are not the norm's own, with γ and β."""
+    """A prior with its gain and, if they are not the norm's own tensors, with γ and β."""
 
     gain: Tensor
     affine: Affine
@@ -48,7 +50,7 @@ class Prior(Moments):
 
 
 class ForCall(NamedTuple):
-    """What a bundle has for a call; the moments are None where they are not its work."""
+    """The results of a bundle for one call. The moments are None if the bundle does not compute them."""
 
     moments: Moments | None
     gain: Tensor
@@ -56,7 +58,7 @@ class ForCall(NamedTuple):
 
 
 class Results(dict[int, Any]):
-    """Results of steps, by number; beside them what calls are given, and which bundles were looked at so far."""
+    """Results of steps, by number. Also the results for each call, and which bundles were tried in this forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Results(dict[int, Any]):
         self.tried: set[int] = set()
 
     def prior(self, call: int, moments: Moments) -> Moments:
-        """What the norm is given in this call."""
+        """The prior for this call of a norm."""
         given = self.given.get(call)
         return moments if given is None else Prior.of(given.moments or moments, given.gain, given.affine)
 
@@ -78,7 +80,7 @@ class _Cached(NamedTuple):
 
 
 class PriorBundles:
-    """The bundles of one model, or of a part of it that is called by itself."""
+    """The bundles of one model, or of a part that is called by itself."""
 
     def __init__(self, program: Program, calls: Sequence[Call]) -> None:
         self.program, self.calls = program, calls
@@ -91,7 +93,7 @@ class PriorBundles:
 
     @classmethod
     def of(cls, plan: Plan, part: nn.Module | None) -> PriorBundles:
-        """For all norms of a plan, or for those in a part of the model."""
+        """The bundles for all norms of a plan, or for those in a part of the model."""
         inside = None if part is None else {id(module) for module in part.modules()}
         calls = [
             Call(call.identity, call.target, norm.module)
@@ -102,7 +104,7 @@ class PriorBundles:
         return cls(plan.program, sorted(calls, key=lambda call: call.identity))
 
     def fill(self, call: int, target: int, context: Context, results: Results) -> None:
-        """Compute what this call asks for, and all that goes with it, if it can be."""
+        """Compute the bundle that this call needs, if possible."""
         device = context.device
         if device.type == "meta" or not self.calls:
             return
@@ -117,7 +119,7 @@ class PriorBundles:
             self._fill(number, context, results)
 
     def _forget_deleted(self) -> None:
-        """Norms that were replaced in the model are asked for nothing any more."""
+        """Remove calls of norms that were replaced in the model."""
         calls = [call for call in self.calls if call.norm.module() is not None]
         if len(calls) < len(self.calls):
             self.calls, self.built = calls, False
@@ -134,7 +136,7 @@ class PriorBundles:
         try:
             with torch.inference_mode(False):
                 self.parts = parts_of(self.program, self.calls, measure)
-        except Exception:  # whatever it is, it may be of a norm that never runs, and is told where one does
+        except Exception:  # any error: it may belong to a norm that never runs; a norm that runs raises it again
             self.parts = []
         self.of_step = {step: number for number, part in enumerate(self.parts) for step in part.steps}
         self.of_call = {call.identity: number for number, part in enumerate(self.parts) for call in part.calls}
@@ -149,7 +151,7 @@ class PriorBundles:
                 self._fill(earlier, context, results)
             try:
                 self.program.evaluate(step, context, results)
-            except Exception:  # as in `_build`
+            except Exception:  # see `_build`
                 return
         tensors = _tensors(part, context, results)
         if tensors is None:
@@ -188,7 +190,7 @@ class PriorBundles:
 
 
 def _spread(part: Part, context: Context, results: Results) -> None:
-    """What the calls are given, in as many rows as their norms will have groups."""
+    """Expand the results of each call to as many rows as its norm will have groups."""
     calls, groups = list[int](), list[int]()
     rows = list[Tensor | None]()
     for call in part.calls:
@@ -211,14 +213,14 @@ def _spread(part: Part, context: Context, results: Results) -> None:
 
 
 def _groups(norm: Any, examples: int) -> int:
-    """Of a norm in training; what it has in other modes, it takes from one row."""
+    """The number of groups of a norm in training. In other modes one row is enough."""
     if not norm.training or norm.frozen or examples == 0:
         return 1
     return group_count(examples, group_size(examples, norm.statistics_batch_size))
 
 
 def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:
-    """The tensors of a bundle as they are now; None where they are not what it was made for."""
+    """The current tensors of a bundle. None if they do not fit the bundle."""
     found: list[Tensor] = []
     for source in part.sources:
         owner = source.owner
@@ -242,13 +244,13 @@ def _same(known: _Cached, tensors: list[Tensor]) -> bool:
 
 
 def _probe(tensors: list[Tensor]) -> Tensor:
-    """One value of each, from the middle of where it lies in memory."""
+    """One value of each tensor, from the middle of its memory."""
     middles = [t.detach().as_strided((1,), (1,), t.storage_offset() + t.numel() // 2) for t in tensors]
     return torch.cat([middle.double() for middle in middles])
 
 
 def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
-    """The module that computes it: Triton's kernels where they apply, PyTorch's own operations elsewhere."""
+    """The module that runs the bundle: Triton kernels if possible, else PyTorch operations."""
     if (
         context.device.type == "cuda"
         and context.dtype == torch.float32
@@ -266,9 +268,9 @@ def _listed(results: Sequence[tuple[Tensor, Tensor]], gains: Sequence[Tensor]) -
 
 
 class _Bundled(torch.autograd.Function):
-    """Means, variances, gains, and what is passed where the kernels add up its gradients: γ and β as they are.
+    """Returns means, variances and gains, and also γ and β unchanged if the kernels add their gradients.
 
-    Gradients that did not arrive are None, and what they alone would have reached gets none either.
+    A missing gradient is None. Tensors that would get gradients only from missing ones also get None.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""What passes between norms inside one forward: posteriors on their way, and results that several priors share.
+"""Passes data between the norms of one forward: posteriors, and results that several priors share.
 
-The hooks of the converted model clear the state at both ends of its forward. When parts of it are called by themselves,
-a posterior waits until every norm that reads it has done so, or until its norm runs again: parts have to be called in
-the order of the forward.
+The hooks of the converted model clear the state at the beginning and the end of its forward. If parts of the model are
+called by themselves, a posterior is kept until every norm that reads it has done so, or until its norm runs again. So
+parts have to be called in the order of the forward.
 
-Inside an activation-checkpoint segment results are kept apart, because its recomputation must do exactly what its
-forward did; posteriors that enter it are kept with the segment, for the recomputation to find.
+Inside an activation-checkpoint segment results are kept separately, because its recomputation must do exactly what its
+forward did. Posteriors that enter a segment are kept with it, so that the recomputation finds them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kalmannorm.moments import Moments, closed
 
 
 class Relay:
-    """Shared by all norms of a converted model; never a part of its state dict."""
+    """Shared by all norms of a converted model. It is never a part of the state dict."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.program = plan, plan.program
@@ -39,7 +39,7 @@ class Relay:
         self.earlier: dict[int, tuple[int, ...]] = {}
         for norm_calls in calls:
             for nth, call in enumerate(norm_calls):
-                # A loop may run fewer times than in the example: its last posterior is then that of an earlier call.
+                # A loop may run fewer times than in the example. Its last posterior is then that of an earlier call.
                 self.earlier[call.identity] = tuple(c.identity for c in reversed(norm_calls[:nth]))
                 for source in call.posteriors:
                     self.readers.setdefault(source, set()).add(call.identity)
@@ -49,7 +49,7 @@ class Relay:
         self.warned = False
         self.state = ThreadState()
         self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
-        self.tables: dict[Any, Any] = {}  # of kernels that move the statistics of many norms
+        self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("state", "bundles", "tables")}
@@ -61,15 +61,15 @@ class Relay:
         check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
 
     def enter(self, whole: bool, part: nn.Module) -> None:
-        """A forward begins: of the whole model, or of a part that was called by itself."""
+        """Begin a forward of the whole model, or of a part that was called by itself."""
         state = self.state
         running = segments()
         if whole:
             self._clear(state)
         if whole or not state.whole:
-            state.depth = 0  # parts do not nest: whatever was open was interrupted
+            state.depth = 0  # parts do not nest: an open one was interrupted
         if not whole and state.depth == 0 and running:
-            return  # a part, checkpointed or recomputed by itself: the segment's scope serves
+            return  # a part, checkpointed or recomputed by itself: the scope of the segment is used
         if state.depth == 0:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = running[0].key if running else None
@@ -86,15 +86,18 @@ class Relay:
             self.track_postponed()
 
     def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
-        """Leave a move of statistics to the end of the forward; False where none runs, and the norm is to make it."""
+        """Postpone an update of statistics to the end of the forward.
+
+        False if no forward runs: the norm then updates now.
+        """
         if self.state.depth == 0:
             return False
         self.state.postponed.add(request, kernels, self.tables)
         return True
 
     def track_postponed(self) -> None:
-        """Make the moves that were left to the end of the forward."""
-        if not torch.compiler.is_compiling():  # where nothing is postponed
+        """Make the postponed updates."""
+        if not torch.compiler.is_compiling():  # compiled code postpones nothing
             self.state.postponed.run(self.tables)
 
     @staticmethod
@@ -105,7 +108,7 @@ class Relay:
         state.inner.clear()
 
     def _segments(self) -> list[Segment]:
-        """Those inside the forward of the model, the innermost first."""
+        """The segments inside the forward of the model, innermost first."""
         running, state = segments(), self.state
         if state.depth > 0 and state.home is not None:
             for i, segment in enumerate(running):
@@ -126,7 +129,7 @@ class Relay:
             else:
                 if id(segment.key) not in inner:
                     if self.state.depth == 0 and inner is self.state.inner:
-                        inner.clear()  # outside any forward of the model nobody else would
+                        inner.clear()  # outside a forward of the model nothing else clears it
                     inner[id(segment.key)] = Scope()
                 scope = inner[id(segment.key)]
             inner = scope.inner
@@ -134,7 +137,7 @@ class Relay:
         return found
 
     def call_index(self, first: int, calls: int) -> int:
-        """Which call of a norm this is, for norms that run several times in one forward."""
+        """The index of this call, for norms that run several times in one forward."""
         if calls == 1:
             return 0
         running = self._segments()
@@ -164,7 +167,7 @@ class Relay:
             if segment.recomputed:
                 return
         if call in state.posteriors:
-            # The norm runs more often than in the example: what was made of its last posterior is out of date.
+            # The norm runs more often than in the example. Results computed from its last posterior are out of date.
             for memo in (state.memo, state.traced):
                 if memo is not None:
                     memo.clear()
@@ -173,7 +176,7 @@ class Relay:
             state.pending[call] = set(self.readers[call])
 
     def evaluate(self, call: int, target: int, sources: tuple[int, ...], x: Tensor) -> Moments | None:
-        """The moments that reach a norm; None where one of the posteriors it needs did not arrive."""
+        """The moments that reach a norm. None if a posterior that it needs did not arrive."""
         running, state = self._segments(), self.state
         scopes = self._scopes(running)
         arrived: dict[int, Moments] = {}
@@ -192,7 +195,7 @@ class Relay:
         return memo.prior(call, previous) if isinstance(memo, Results) else previous
 
     def _bundles_of_part(self) -> PriorBundles:
-        """Of what runs: all that the model asks for, or what the norms of a part do."""
+        """The bundles of the running model, or of the part that runs."""
         part = self.state.part
         assert part is not None
         if part not in self.bundles:
@@ -203,13 +206,13 @@ class Relay:
         if torch.compiler.is_compiling():
             memo = self.state.traced
         elif scopes:
-            # Posteriors may enter a segment in its forward that its recomputation finds elsewhere: nothing is shared.
+            # The recomputation may get posteriors from other places than the forward did, so nothing is shared.
             memo = None if learned else scopes[0].memo
         else:
             memo = self.state.memo
         if memo is None:
             return {}
-        # A model may lie on several devices; and what was computed without gradients has none to give.
+        # A model may use several devices. Results computed without gradients cannot be used with gradients.
         index = x.device.index, torch.is_grad_enabled()
         if index not in memo:
             together = memo is self.state.memo and not learned and closed.applicable()
@@ -235,14 +238,14 @@ class Relay:
         return posterior
 
     def begin_trace(self) -> None:
-        """The first norm runs under `torch.compile`: results are shared from here on, within the graph."""
+        """The first norm runs under `torch.compile`. From here on, results are shared within the graph."""
         self.state.traced = {}
 
     def end_trace(self) -> None:
         """The last norm has run under `torch.compile`.
 
-        The model's own hooks are called outside the compiled graph: what were left for them to clear would have to be
-        an output of it.
+        The model's own hooks run outside the compiled graph. If they had to clear tensors, these tensors would have to
+        be outputs of the graph.
         """
         self.state.traced = None
         if self.state.whole:
@@ -272,18 +275,18 @@ class Relay:
 
 @dataclass
 class Wire(Complete):
-    """One norm's end of the relay. `calls` are its calls in the trace; each has a target step and its sources."""
+    """Connects one norm to the relay. `calls` are its calls in the trace, each with a target step and its sources."""
 
     relay: Relay
     calls: tuple[int, ...]
     targets: tuple[int | None, ...]
     sources: tuple[tuple[int, ...], ...]
     first: tuple[bool, ...]  # whether no norm runs before this call
-    last: tuple[bool, ...]  # whether no norm runs after it
-    kept: tuple[nn.Module, ...] = ()  # what its priors read, also when the norm outlives the model: see `keepable`
+    last: tuple[bool, ...]  # whether no norm runs after this call
+    kept: tuple[nn.Module, ...] = ()  # modules that its priors read, kept even if the model is deleted: see `keepable`
 
     def begin(self) -> int:
-        """Called once per forward of the norm: which of its calls this is."""
+        """Called once per forward of the norm. Returns the index of this call."""
         which = self.relay.call_index(self.calls[0], len(self.calls))
         if self.first[which] and torch.compiler.is_compiling():
             self.relay.begin_trace()
@@ -306,10 +309,11 @@ class Wire(Complete):
 
 
 def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
-    """For every norm of a plan the modules that its wire may keep: what its priors read and what it folds into.
+    """For every norm of a plan the modules that its wire may keep: those that its priors read, and the layer to fold
+    into.
 
-    The relay keeps nothing. A wire keeps no module that holds a norm which does not run before its own: those keep in
-    their turn what runs before them, so that nothing ever keeps itself.
+    The relay keeps no modules. A wire keeps no module that contains a norm which does not run before its own. Earlier
+    norms keep only modules that run before them, so there are no reference cycles.
     """
     order = {id(norm.module.module()): norm.calls[0].identity for norm in plan.norms.values() if norm.calls}
     kept: dict[str, tuple[nn.Module, ...]] = {}
@@ -326,7 +330,7 @@ def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
 
 @dataclass
 class Begin(Complete):
-    """A forward pre-hook; an object, not a closure, so that the model can be pickled."""
+    """A forward pre-hook. It is an object, not a closure, so that the model can be pickled."""
 
     relay: Relay
     whole: bool
@@ -337,7 +341,7 @@ class Begin(Complete):
 
 @dataclass
 class End(Complete):
-    """A forward hook, called also when the forward fails."""
+    """A forward hook. It is also called if the forward fails."""
 
     relay: Relay
     whole: bool

@@ -1,4 +1,4 @@
-"""What a relay remembers: for each thread, and for each stretch of code that may be recomputed."""
+"""The state of a relay, for each thread and for each segment that may be recomputed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ Memo = dict[tuple[int | None, bool], dict[int, Any]]
 
 @dataclass
 class Scope:
-    """Of one stretch of code that is run, and perhaps recomputed, as a whole."""
+    """The state of one segment, which is run and perhaps recomputed as a whole."""
 
     memo: Memo = field(default_factory=dict)
     posteriors: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
-    inner: dict[int, Scope] = field(default_factory=dict)  # of segments inside, in their first forward
+    inner: dict[int, Scope] = field(default_factory=dict)  # scopes of segments inside, in their first forward
 
 
 @dataclass
 class Kept:
-    """What a segment keeps for its recomputation; held by torch's own object, so that it lives exactly as long."""
+    """The state that a segment keeps for its recomputation.
+
+    Torch's frame object holds it, so both have the same lifetime.
+    """
 
     entering: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
@@ -36,15 +39,15 @@ class Kept:
 
 
 class ThreadState(threading.local):
-    """One per thread, so that two threads may run one model."""
+    """The state of one thread, so that two threads can run one model."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.whole = False
-        self.part: nn.Module | None = None  # what runs: the model, or a part of it that was called by itself
-        self.home: Any = None  # the segment that the forward began in
+        self.part: nn.Module | None = None  # the running module: the model, or a part that was called by itself
+        self.home: Any = None  # the segment in which the forward began
         self.memo: Memo | None = None
-        self.traced: Memo | None = None  # the same while compiling, where it may not outlast the graph
+        self.traced: Memo | None = None  # the memo while compiling; it must not outlive the graph
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}
@@ -53,7 +56,7 @@ class ThreadState(threading.local):
 
 
 def kept_by(segment: Segment, relay: object) -> Kept:
-    """Of each relay by itself: parts of several models may run in one segment, and number their steps alike."""
+    """The state that a segment keeps for one relay. Parts of several models, with equal step numbers, may run in it."""
     if not hasattr(segment.key, "_kalmannorm_kept"):
         segment.key._kalmannorm_kept = {}
     kept: Kept = segment.key._kalmannorm_kept.setdefault(relay, Kept())

@@ -1,7 +1,7 @@
-"""Rows for every group: what a bundle gives norms as one row, as many rows as they have groups, and no copy of it.
+"""Expands one row of a bundle to as many rows as a norm has groups, without a copy.
 
-The op then gives back a gradient for each group, and does not have to sum them: here those of all norms of a bundle are
-laid side by side and summed together, where each norm would need a launch of its own.
+The op then returns a gradient for each group and does not have to sum them. Here the gradients of all norms of a bundle
+are concatenated and summed together. Otherwise each norm would need a launch of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Spread(torch.autograd.Function):
-    """Rows (1, C) or (C,), and for each how many (G, C) it shall be."""
+    """Expands rows (1, C) or (C,). `groups` says how many rows (G, C) each becomes."""
 
     @staticmethod
     def forward(ctx: Any, groups: Sequence[int], *rows: Tensor) -> tuple[Tensor, ...]:

@@ -1,1 +1,1 @@
-"""What happens once, at conversion: record a run, apply the rules of a transition, make a plan."""
+"""Done once, at conversion: record a run, apply the rules of a transition, make a plan."""

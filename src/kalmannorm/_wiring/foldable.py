@@ -14,9 +14,12 @@ _LAYERS = names.CONVOLUTIONS | names.TRANSPOSED | {"linear"}
 
 
 def foldable(model: nn.Module, run: Trace) -> dict[str, nn.Module]:
-    """Norms that run once and alone read the output of a layer that runs once, with that layer."""
+    """Norms that can be folded, with their layers.
+
+    The norm and the layer each run once, and nothing but the norm reads the layer's output.
+    """
     readers: Counter[int] = Counter()
-    uses: Counter[tuple[int, str]] = Counter()  # of parameters and buffers, by owner and name
+    uses: Counter[tuple[int, str]] = Counter()  # how often each parameter or buffer is read, by owner and name
     for op in run.ops:
         for index in set(op.inputs):
             readers[index] += 1
@@ -24,7 +27,7 @@ def foldable(model: nn.Module, run: Trace) -> dict[str, nn.Module]:
             if owner is not None:
                 uses[id(owner[0]), owner[1]] += 1
     calls = Counter(norm.name for norm in run.norms)
-    read = {module for module, _ in uses}  # norms run as stubs, so only other code shows up here for them
+    read = {module for module, _ in uses}  # norms run as stubs: a norm is in here only if other code reads its tensors
     found: dict[str, nn.Module] = {}
     for norm in run.norms:
         value = run.values[norm.value]
@@ -39,7 +42,10 @@ def foldable(model: nn.Module, run: Trace) -> dict[str, nn.Module]:
 
 
 def _layer(model: nn.Module, run: Trace, op: Op) -> nn.Module | None:
-    """The layer that ran this operation, on its own weight and bias as they are and with channels on axis 1."""
+    """The layer that ran this operation.
+
+    None, unless it used its own unchanged weight and bias, and the channels of its output are on axis 1.
+    """
     if op.name not in _LAYERS or len(op.inputs) < 2:
         return None
     layer = model.get_submodule(op.place)
@@ -48,5 +54,6 @@ def _layer(model: nn.Module, run: Trace, op: Op) -> nn.Module | None:
     given = [run.values[index].owner for index in op.inputs[2:]]
     if given != ([] if layer.bias is None else [(layer, "bias")]):
         return None
-    # A linear layer's channels are last, those of an unbatched convolution first: both are axis 1 at this rank alone.
+    # The channels of a linear layer are on the last axis, those of an unbatched convolution on the first. Only at this
+    # rank are they on axis 1.
     return layer if len(run.values[op.outputs[0]].shape) == layer.weight.dim() else None

@@ -1,4 +1,4 @@
-"""From an example input to a plan: both runs, training and eval, read under the rules of a transition."""
+"""Makes a plan from an example input: runs the model in training and in eval, and applies the rules of a transition."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kalmannorm._wiring.rules.posteriors import Posteriors
 from kalmannorm._wiring.weak_modules import WeakModule
 
 Transition = Literal["weights", "learned"]
-NEVER_RAN = "never ran in the example"
+NEVER_RAN = "did not run on the example input"
 FIRST = "no norm before it"
 
 
 @dataclass
 class CallPlan(Complete):
-    """One call of a norm: who feeds it, and the step that gives its prior."""
+    """One call of a norm: its sources, and the step that computes its prior."""
 
     identity: int
     sources: list[str]
@@ -34,8 +34,8 @@ class CallPlan(Complete):
     size: int | None = None
     reason: str | None = None
     posteriors: tuple[int, ...] = ()
-    first: bool = False  # no norm runs before it, in eval nor in training
-    last: bool = False  # the same after it
+    first: bool = False  # no norm runs before this call, neither in eval nor in training
+    last: bool = False  # no norm runs after this call, neither in eval nor in training
 
 
 @dataclass
@@ -44,7 +44,7 @@ class NormPlan(Complete):
     channels: int
     rank: int | None = None
     calls: list[CallPlan] = field(default_factory=list)
-    fold: WeakModule = field(default_factory=lambda: WeakModule(None))  # the layer that it can be folded into
+    fold: WeakModule = field(default_factory=lambda: WeakModule(None))  # the layer that this norm can be folded into
     module: WeakModule = field(default_factory=lambda: WeakModule(None))
 
 
@@ -53,17 +53,17 @@ class Plan(Complete):
     program: Program
     norms: dict[str, NormPlan]
     transition: Transition
-    failed: list[str] = field(default_factory=list)  # the one of the two runs that failed, and how
-    owners: dict[int, str] = field(default_factory=dict)  # steps that read a parameter, and the layer they read it of
+    failed: list[str] = field(default_factory=list)  # at most one run that failed, with its error
+    owners: dict[int, str] = field(default_factory=dict)  # layer that each Parameter step reads
 
 
 Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
 
 
 def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Transition) -> Plan:
-    """Trace the model in eval and in training, and wire every norm that ran in either.
+    """Trace the model in eval and in training, and wire every norm that ran in either of them.
 
-    Where a norm runs in both, eval counts: it has no randomness. Training alone runs auxiliary heads.
+    If a norm runs in both, the eval run counts, because it has no randomness. Auxiliary heads run in training only.
     """
     traces, failed = _traces(model, example_input, norms)
     program, norm_steps = Program(), dict[int, int]()
@@ -76,7 +76,8 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     for run, here in zip(traces, identities, strict=True):
         feeding = Feeding(run)
         reader = (Beliefs if transition == "weights" else Posteriors)(run, program, here, norm_steps)
-        # What only training runs is not there at inference; its layer may be, and feed something else.
+        # A norm that runs in training only does not exist at inference. Its layer may, and may feed another module
+        # there.
         folds = foldable(model, run) if run is traces[0] else {}
         done = {name for name, plan in plans.items() if plan.calls}
         for call, norm in enumerate(run.norms):
@@ -114,7 +115,7 @@ def _traces(model: nn.Module, example_input: Any, norms: Norms) -> tuple[list[Tr
 
 
 def _identities(traces: list[Trace]) -> list[list[int]]:
-    """For the calls of each run, one number for the n-th call of a norm, the same in both runs."""
+    """One number for each call in each run. The n-th call of a norm has the same number in both runs."""
     numbers: dict[tuple[str, int], int] = {}
     identities: list[list[int]] = []
     for run in traces:
@@ -147,7 +148,7 @@ def _call_plan(
     else:
         found = reader.prior(call)
         if found is None:
-            plan.reason = "its sources do not reach it" if sources else FIRST
+            plan.reason = "the posteriors of its sources do not reach it" if sources else FIRST
         else:
             plan.target, plan.size = found
             leaves = program.leaves(plan.target, Posterior)
@@ -156,17 +157,17 @@ def _call_plan(
 
 
 def _agree(plans: dict[str, NormPlan]) -> None:
-    """A norm that is called several times has one A: calls that bring another number of posteriors have no prior."""
+    """A norm has one A for all its calls. A call with another number of posteriors than the first gets no prior."""
     for plan in plans.values():
         sizes = [call.size for call in plan.calls if call.size is not None]
         for call in plan.calls:
             if call.size is not None and call.size != sizes[0]:
                 call.target, call.posteriors = None, ()
-                call.reason = f"this call is fed by {call.size} posteriors, the first by {sizes[0]}"
+                call.reason = f"this call reads {call.size} posterior entries, the first call {sizes[0]}"
 
 
 def describe_path(run: Trace, call: int) -> str:
-    """The operations between a norm and the nearest norm before it, in the order they run."""
+    """The operations between a norm and the nearest norm before it, in the order in which they run."""
     index, steps = run.norms[call].value, []
     while True:
         value = run.values[index]
@@ -177,7 +178,7 @@ def describe_path(run: Trace, call: int) -> str:
         fed = [i for i in op.inputs if run.values[i].fed]
         if not fed:
             break
-        # Along the operand that a norm reaches, and among those the one with the nearest.
+        # Follow an operand that a norm reaches. If there are several, follow the one with the nearest norm.
         index = max(fed, key=lambda i: (run.values[i].sources != 0, run.values[i].sources.bit_length(), i))
     shown = [step for step in reversed(steps) if step]
     merged = [step for i, step in enumerate(shown) if i == 0 or step != shown[i - 1]]

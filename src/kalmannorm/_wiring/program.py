@@ -1,8 +1,8 @@
-"""The plan of a converted model: a flat list of small steps on moments, evaluated when a norm asks for its prior.
+"""The plan of a converted model: a flat list of small steps on moments. It is evaluated when a norm needs its prior.
 
-Steps hold no activations. They read parameters from the modules that own them at the moment they run, so optimizers,
-`load_state_dict`, `functional_call` and copies of the model need no care here. A flat list, not nested objects, because
-residual chains are deep and Python's recursion is not.
+Steps hold no activations. They read parameters from their modules each time they run. So they need no update after an
+optimizer step, `load_state_dict`, `functional_call` or a copy of the model. The list is flat, because residual chains
+are deep and nested objects would reach Python's recursion limit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kalmannorm.moments.core import full_precision
 
 @dataclass
 class Context:
-    """What the steps of one evaluation may need to know."""
+    """Values that the steps of one evaluation may need."""
 
     device: torch.device
     dtype: torch.dtype
     posteriors: dict[int, Moments]
-    examples: int = 0  # of what is normalized, where something is
+    examples: int = 0  # number of examples in the normalized tensor, 0 if there is none
 
 
 @dataclass
 class Step(Complete):
-    """One step; `inputs` are indices of earlier steps, whose results it gets."""
+    """One step. `inputs` are the indices of earlier steps; `run` gets their results."""
 
     inputs: tuple[int, ...] = ()
 
@@ -44,7 +44,7 @@ class Step(Complete):
 
 @dataclass
 class NormBelief(Step):
-    """N(β, γ²): what a norm's output is believed to be."""
+    """N(β, γ²): the belief about a norm's output."""
 
     norm: WeakModule = field(default_factory=lambda: WeakModule(None))
     channels: int = 0
@@ -55,7 +55,7 @@ class NormBelief(Step):
 
 @dataclass
 class AffineBelief(Step):
-    """The same for a norm that is not ours, from its γ and β; which of the two the inputs are is in `parts`."""
+    """N(β, γ²) for a norm of another kind. `parts` says whether each input is its weight γ or its bias β."""
 
     parts: tuple[str, ...] = ()
     channels: int = 0
@@ -78,7 +78,7 @@ def _belief(weight: Any, bias: Any, channels: int, context: Context) -> Moments:
 
 
 def _there(m: Moments, context: Context) -> Moments:
-    """On the device of the norm that asks: a large model may lie on several."""
+    """Move moments to the device of the norm that needs them. A large model may use several devices."""
     if m.mean.device == context.device:
         return m
     mean, var, cov = m
@@ -87,7 +87,7 @@ def _there(m: Moments, context: Context) -> Moments:
 
 @dataclass
 class Posterior(Step):
-    """The posterior that a norm of this forward ended with."""
+    """The posterior of a norm in this forward."""
 
     call: int = 0
 
@@ -109,23 +109,23 @@ class Parameter(Step):
 
 @dataclass
 class Constant(Step):
-    """A tensor that the model's code makes of nothing, or an index; follows the model to its device."""
+    """An index, or a tensor that the model's code creates from no other tensor. It follows the model to its device."""
 
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, given: list[Any], context: Context) -> Tensor:
         if self.tensor.device == context.device:
             return self.tensor
-        with torch.inference_mode(False):  # what is kept must serve a training step too
+        with torch.inference_mode(False):  # the stored tensor must also work in a training step
             tensor = self.tensor.to(context.device)
-        if type(tensor) is Tensor:  # an exporter's stand-in must not outlive its trace
+        if type(tensor) is Tensor:  # an exporter's fake tensor must not be kept after its trace
             self.tensor = tensor
         return tensor
 
 
 @dataclass
 class Fixed(Step):
-    """Moments that depend on parameters alone, computed once; what another step becomes in `freeze_priors`."""
+    """Moments that depend on parameters alone, computed once. `freeze_priors` replaces other steps by this one."""
 
     moments: Moments | None = None
 
@@ -137,7 +137,10 @@ class Fixed(Step):
 
 @dataclass
 class Replay(Step):
-    """A function of parameters alone, such as a standardized weight, called again; `Ref`s are places in `inputs`."""
+    """A function of parameters alone, such as a standardized weight, called again.
+
+    Each `Ref` is an index into `inputs`.
+    """
 
     func: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
@@ -162,7 +165,7 @@ def _filled(argument: Any, given: list[Any]) -> Any:
 
 @dataclass
 class Static(Step):
-    """A tensor of parameters as moments: its values, with no variance."""
+    """A tensor computed from parameters, as moments: its values are the mean, the variance is 0."""
 
     def run(self, given: list[Any], context: Context) -> Moments:
         mean = given[0].to(context.dtype).reshape(1, -1)
@@ -183,7 +186,7 @@ class Apply(Step):
 
 @dataclass
 class Combine(Step):
-    """A sum, difference, product or concatenation; where the numbers of groups differ, each side is pooled to one."""
+    """A sum, difference, product or concatenation. If the numbers of groups differ, each input is pooled to one."""
 
     function: Callable[..., Moments] | None = None
 
@@ -201,7 +204,7 @@ class Combine(Step):
 
 @dataclass
 class Detach(Step):
-    """Where the model stops a gradient, the prior stops it too."""
+    """Stops the gradient of the prior where the model stops a gradient."""
 
     def run(self, given: list[Any], context: Context) -> Moments:
         mean, var, cov = given[0]
@@ -210,7 +213,7 @@ class Detach(Step):
 
 @dataclass
 class Slice(Step):
-    """Neighbouring channels."""
+    """A range of neighbouring channels."""
 
     start: int = 0
     stop: int = 0
@@ -221,7 +224,7 @@ class Slice(Step):
 
 @dataclass
 class Select(Step):
-    """Channels by the index that the second input is."""
+    """Channels chosen by the index in the second input."""
 
     def run(self, given: list[Any], context: Context) -> Moments:
         return algebra.select(given[0], given[1])
@@ -229,7 +232,10 @@ class Select(Step):
 
 @dataclass
 class Mix(Step):
-    """Every channel an even mixture of the entries in the second input, (C, n), in the shares of the third."""
+    """Each channel is a mixture of entries.
+
+    The second input has their indices, (C, n), the third their shares, (C, n).
+    """
 
     def run(self, given: list[Any], context: Context) -> Moments:
         m, index, share = given
@@ -241,8 +247,11 @@ class Mix(Step):
 
 @dataclass
 class WeightedSum(Step):
-    """Every channel a sum of entries: which ones is in the second input, (C, n), then their weights for the mean and
-    for the variance."""
+    """Each channel is a weighted sum of entries.
+
+    The second input has their indices, (C, n). The third has the weights of the means, the fourth those of the
+    variances.
+    """
 
     def run(self, given: list[Any], context: Context) -> Moments:
         m, index, weights, spread = given
@@ -252,7 +261,7 @@ class WeightedSum(Step):
 
 @dataclass
 class Standardized(Step):
-    """A norm across channels, for many of them: centred and scaled by the mean and variance over each group."""
+    """A norm across many channels: centres and scales by the mean and variance over each group of channels."""
 
     parts: tuple[str, ...] = ()
     groups: int = 1
@@ -271,7 +280,7 @@ class Standardized(Step):
 
 @dataclass
 class Softmax(Step):
-    """Weights that sum to 1 over `size` alternatives: 1/n, and to first order var (1 - 1/n) / n²."""
+    """Weights that sum to 1 over n = `size` alternatives: mean 1/n, variance var (1 - 1/n) / n² to first order."""
 
     size: int = 1
 
@@ -295,7 +304,7 @@ class Program(Complete):
         return self.add(Constant((), tensor))
 
     def evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> Moments:
-        """The result of a step; `memo` keeps the results of steps for the norms that ask next."""
+        """The result of a step. `memo` keeps the results of all steps for the norms that run later."""
         if target not in memo:
             with full_precision(context.device):
                 self._evaluate(target, context, memo)
@@ -318,7 +327,7 @@ class Program(Complete):
             pending.pop()
 
     def owned(self) -> list[WeakModule]:
-        """The modules whose tensors any step reads."""
+        """The modules whose tensors are read by any step."""
         beliefs = [step.norm for step in self.steps if isinstance(step, NormBelief)]
         return beliefs + [step.owner for step in self.steps if isinstance(step, Parameter)]
 
@@ -328,7 +337,7 @@ class Program(Complete):
         return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]
 
     def leaves(self, target: int, kind: type[Step]) -> list[Step]:
-        """The steps of a kind that a step depends on."""
+        """The steps of one kind that a step depends on."""
         seen: set[int] = set()
         pending: list[int] = [target]
         found = []
@@ -344,7 +353,7 @@ class Program(Complete):
 
 
 def selected(program: Program, step: int, entries: Tensor, size: int) -> int:
-    """Add the step that picks these entries of a belief of `size`, if it is not all of them in order."""
+    """Add a step that picks these entries of a belief with `size` entries. All entries in order need no step."""
     entries = entries.reshape(-1)
     start, count = int(entries[0]), entries.numel()
     if torch.equal(entries, torch.arange(start, start + count)):

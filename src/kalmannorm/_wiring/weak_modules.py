@@ -1,7 +1,7 @@
-"""Modules that a relay knows of and does not keep: the model keeps them, and the relay is a part of the model.
+"""References to modules that do not keep the modules alive. The model keeps them, and the relay is a part of the model.
 
-So a deleted model is freed at once. What a prior reads of a module are its tensors. Those are kept, because a part of a
-model may be used without the rest. Copies and pickles follow such a reference, as they would any other.
+So a deleted model is freed immediately. A prior reads tensors of modules. These tensors are kept alive, because a part
+of a model may be used without the rest. Copies and pickles treat such a reference like any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class WeakModule:
-    """A module, which somebody else keeps, and its tensors by their names."""
+    """A module that is kept alive elsewhere, and its tensors by name."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._reference = None if module is None else weakref.ref(module)
@@ -22,17 +22,17 @@ class WeakModule:
         self.hold()
 
     def hold(self) -> None:
-        """Keep the tensors that the module has now, and those that come into their places."""
+        """Keep the tensors that the module has now, and later ones with the same names."""
         module = self.module()
         if module is not None:
             self._tensors = module._parameters, module._buffers
 
     def module(self) -> nn.Module | None:
-        """None where it is gone."""
+        """The module, or None if it was deleted."""
         return None if self._reference is None else self._reference()
 
     def tensor(self, name: str) -> Any:
-        """An attribute of the module; of one that is gone, a parameter or buffer."""
+        """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
         module = self.module()
         if module is not None:
             return getattr(module, name)
@@ -40,16 +40,16 @@ class WeakModule:
             if name in held:
                 return held[name]
         raise RuntimeError(
-            f"kalmannorm: a prior reads {name!r} of a layer that was deleted with the model it was in; keep that "
-            "model, or convert this part of it by itself"
+            f"kalmannorm: a prior reads {name!r} of a layer that was deleted together with its model; keep that "
+            "model, or convert this part by itself"
         )
 
     def parameter(self, name: str) -> Any:
-        """A parameter that is stored in the module; None where there is none of that name, or where it is computed."""
+        """A parameter stored in the module. None if there is none of that name, or if it is computed."""
         return self._tensors[0].get(name) if self._tensors else None
 
     def identity(self) -> int:
-        """A number for the module, also when it is gone."""
+        """A number for the module. It stays valid after the module is deleted."""
         return id(self._tensors[0]) if self._tensors else id(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:

@@ -1,4 +1,4 @@
-"""The lab: train, compare and look at normalizers when few examples share their statistics.
+"""The lab: trains, compares and analyses norms if only few examples share their statistics.
 
-Needs the extra: pip install 'kalmannorm[lab]'. `kalmannorm --help` is the way in; docs/lab.md is the guide.
+It needs an extra: pip install 'kalmannorm[lab]'. Start with `kalmannorm --help`. The guide is docs/lab.md.
 """

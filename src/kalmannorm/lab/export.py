@@ -1,8 +1,8 @@
-"""A trained run as a file to ship: ONNX, a program of torch.export, or weights of a plain model.
+"""Writes a trained run as a file to deploy: ONNX, a torch.export program, or weights of a plain model.
 
-What was written is read back, run on test images and compared with the run's own model: a file whose logits differ is
-not kept. In population inference the norms are first folded into the convolutions before them, so that nothing of this
-library, and often no norm at all, is left.
+The file is read back, run on test images and compared with the run's own model. If its logits differ, it is not kept.
+In population inference the norms are first folded into the convolutions before them. The file then contains nothing of
+this library, and often no norm at all.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from kalmannorm.lab.training.loading import Loaded, load_run, model_of
 
 FORMATS = (".onnx", ".pt2", ".safetensors")
 LIMIT = 1e-3
-"""How far logits may be off, relative to the largest; float32 summed in another order is off by 1e-5 or so."""
+"""The largest error of logits, relative to the largest logit.
+
+Another order of summation in float32 gives about 1e-5.
+"""
 CHECKED = (1, 3, 5)
-"""Images at a time when a file is compared with its model; in batch inference groups, and at least two."""
+"""Images per batch when a file is compared with its model. In batch inference: groups, and at least two."""
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -44,9 +47,9 @@ Forward = Callable[[Tensor], Tensor]
 def export(
     folder: Path, output: Path, *, inference: str = "population", folded: bool = True, data_root: Path | None = None
 ) -> Record:
-    """Write the model of a run in the format that the name of `output` says, and tell what is in the file.
+    """Write the model of a run, in the format given by the name of `output`, and return a description of the file.
 
-    `folded` concerns population inference: False keeps BatchNorms, and with them the names of the original model.
+    `folded` is for population inference: False keeps BatchNorms, and so the names of the original model.
     """
     _check_output(output, inference)
     loaded = load_run(folder, device="cpu", data_root=data_root, workers=0)
@@ -90,21 +93,21 @@ def export(
 
 def _check_output(output: Path, inference: str) -> None:
     if output.suffix not in FORMATS:
-        raise LabError(f"{output}: the name says what to write and must end in {', '.join(FORMATS)}")
+        raise LabError(f"{output}: the name must end in {', '.join(FORMATS)}")
     if not os.path.isdir(output.absolute().parent):
         raise LabError(f"{output}: there is no folder {output.parent}")
     writable(output)
     if output.suffix == ".safetensors" and inference != "population":
         raise LabError(
-            f"a .safetensors file holds weights alone, too little for {inference} inference: give .onnx or .pt2"
+            f"a .safetensors file contains weights only, not enough for {inference} inference: use .onnx or .pt2"
         )
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if output.suffix == ".onnx" and missing:
-        raise LabError(f"ONNX needs {' and '.join(missing)}: pip install 'kalmannorm[onnx]', or give a .pt2 file")
+        raise LabError(f"ONNX needs {' and '.join(missing)}: pip install 'kalmannorm[onnx]', or write a .pt2 file")
 
 
 def shipped(model: nn.Module, example: Tensor, *, folded: bool) -> nn.Module:
-    """What is left of a model in eval mode, in the inference it has, when nobody will train it: a copy."""
+    """A copy of a model for deployment, in eval mode and in its way of inference. It cannot be trained."""
     found = [norm for _, norm in norms(model)]
     wired = any(isinstance(norm, BatchKalmanNorm) and norm.wire is not None for norm in found)
     if not found:
@@ -114,7 +117,7 @@ def shipped(model: nn.Module, example: Tensor, *, folded: bool) -> nn.Module:
     if folded:
         try:
             return fold(model, None if wired else example)
-        except ValueError:  # no norm of it alone reads a convolution
+        except ValueError:  # no norm alone reads a convolution
             pass
     return to_batchnorm(model).eval()
 
@@ -122,10 +125,10 @@ def shipped(model: nn.Module, example: Tensor, *, folded: bool) -> nn.Module:
 def exported(
     model: nn.Module, example: Tensor, group: int | None = None
 ) -> tuple[torch.export.ExportedProgram, dict[str, int] | int]:
-    """The program, and how many images it takes: any number, whole groups, or if need be only as many as here."""
+    """The program, and the number of images that it accepts: any number, whole groups, or only this number."""
     batch, takes = torch.export.Dim("batch"), {"multiple_of": 1, "at_least": 1}
     if group is not None:
-        # One group alone is a branch of its own in the code, and a program has no branches.
+        # The code has a branch for a single group, but a program cannot have branches.
         batch = group * torch.export.Dim("groups", min=2)
         takes = {"multiple_of": group, "at_least": 2 * group}
     failure: Exception
@@ -134,14 +137,14 @@ def exported(
         for shapes, number in numbers:
             try:
                 return torch.export.export(model, (example,), dynamic_shapes=shapes), number
-            except Exception as error:  # of a dozen kinds, by what the model's code does
+            except Exception as error:  # many kinds of errors, depending on the model's code
                 failure = error
     raise LabError(f"torch.export cannot follow this model: {first_line(failure)}")
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what torch's exporters say about their insides."""
+    """Suppress the messages of torch's exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -176,7 +179,7 @@ def _pt2(program: torch.export.ExportedProgram, path: Path, about: Record) -> Fo
 
 
 def _weights(model: nn.Module, path: Path, about: Record, again: Callable[[], nn.Module]) -> Forward:
-    """Read back into a model that was built and folded anew, as whoever gets the file would do it."""
+    """Read the weights back into a model that was built and folded again, as a user of the file would do it."""
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(state, path, {"format": "pt", "kalmannorm": json.dumps(about)})
     empty = again()
@@ -189,25 +192,25 @@ def _again(loaded: Loaded) -> nn.Module:
 
 
 def _test_images(loaded: Loaded, count: int, dtype: torch.dtype) -> Tensor:
-    """The first test images, over again where there are fewer."""
+    """The first test images, repeated if there are too few."""
     images = next(iter(loaded.data.test_batches(count)))[0].to(dtype)
     return torch.cat([images] * -(-count // len(images)))[:count].contiguous()
 
 
 def _difference(forward: Forward, own: nn.Module, batches: list[Tensor]) -> float:
-    """Of the logits, at most, relative to the largest."""
+    """The largest difference of the logits, relative to the largest logit."""
     worst = 0.0
     for images in batches:
         expected = own(images)
         worst = max(worst, float((forward(images) - expected).abs().max() / expected.abs().max()))
     if not worst < LIMIT:
-        raise LabError(f"the exported logits are off by {worst:.1e} of the largest, so nothing was written")
+        raise LabError(f"the exported logits differ by {worst:.1e} of the largest, so nothing was written")
     return worst
 
 
 @contextmanager
 def _arriving(output: Path) -> Iterator[Path]:
-    """A place to write to that becomes `output` if all goes well."""
+    """A temporary path that replaces `output` if no error occurs."""
     partial = output.with_name(f".{output.stem}.partial{output.suffix}")
     try:
         yield partial

@@ -262,7 +262,7 @@ def test_bars_are_the_ratios_in_the_colours_of_the_report(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["op", "--shape", "8x64x24"], "give examples, channels, height, width: 32x256x56x56"),
+        (["op", "--shape", "8x64x24"], "give examples, channels, height, width, such as 32x256x56x56"),
         (["op", "--shape", "8x0x24x24"], "give examples, channels, height, width"),
         (["op", "--layout", "NHCW"], "unknown layout 'NHCW'; did you mean 'NHWC'"),
         (["op", "--dtype", "float16"], "unknown dtype 'float16'"),
@@ -270,7 +270,7 @@ def test_bars_are_the_ratios_in_the_colours_of_the_report(monkeypatch):
         (["op", "--statistics-batches", "2,all"], "give numbers of examples, or N for all, such as 2,N"),
         (["op", "--statistics-batches", "16"], "6x8x3x5 has 6 examples; give N for all"),
         (["op", "--rounds", "1"], "from 5"),
-        (["op", "--plot", "a.pdf"], "ends in .png or .svg"),
+        (["op", "--plot", "a.pdf"], "must end in .png or .svg"),
         (["inference", "--statistics-batches", "0"], "give numbers of examples"),
         (["inference", "--model", "cifar-inceptoin"], "did you mean 'cifar-inception'"),
         (["inference", "--model", "digits-net", "--precision", "half"], "choose float32 or bf16"),

@@ -230,7 +230,7 @@ def test_command(tmp_path, capsys):
         (["--cuda-graph"], "--cuda-graph needs a GPU"),
         (["--output", "."], "is a folder: name a file"),
         (["--output", "pyproject.toml/bench.csv"], "cannot write pyproject.toml/bench.csv"),
-        (["--plot", "ratios.jpg"], "give a name that ends in .png or .svg"),
+        (["--plot", "ratios.jpg"], "the name must end in .png or .svg"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, capsys):

@@ -218,7 +218,7 @@ def test_ctrl_c_lets_every_worker_save_and_says_how_to_go_on(under_way):
     assert Run.read(folder / "cell-0").finished
     assert not list(folder.glob("cell-[345]")), "a cell was begun after Ctrl-C"
     assert "1 of 6 runs are finished" in printed
-    assert f"go on with: python comparing.py {folder}" in printed
+    assert f"resume with: python comparing.py {folder}" in printed
 
 
 def test_workers_of_a_killed_comparison_save_and_end(under_way):
@@ -312,7 +312,7 @@ def test_the_live_table_shows_every_state_in_any_terminal(tmp_path, width, heigh
     text = console.file.getvalue()
     assert all(len(line) <= width for line in Text.from_ansi(text).plain.splitlines())
     assert text.count("\n") <= height
-    for word in ("97.2", "88.5", "12.5", "2 of 22 runs", "1 of them finished before"):
+    for word in ("97.2", "88.5", "12.5", "2 of 22 runs", "1 already finished"):
         assert word in text, word
     assert ("640" in text) == (width == 120)
     if height > 20:

@@ -275,11 +275,11 @@ def test_folders_that_are_no_data_set(tmp_path):
     for name, remedy in (("imagenet", "put your copy there"), (f"folder:{tmp_path / 'nowhere'}", "give the path")):
         with pytest.raises(MissingDataError, match=f"^there is no folder .*: {remedy}"):
             data.load(name, root=tmp_path)
-    with pytest.raises(MissingDataError, match="train must hold a folder of images per class"):
+    with pytest.raises(MissingDataError, match="train must contain a folder of images per class"):
         data.load(f"folder:{tmp_path}")
     write_images(tmp_path / "train", {"ant": 1, "bee": 1}, np.random.default_rng(0))
     (tmp_path / "val").mkdir()  # images without class folders, as ImageNet's archive has them
-    with pytest.raises(MissingDataError, match="val must hold a folder of images per class"):
+    with pytest.raises(MissingDataError, match="val must contain a folder of images per class"):
         data.load(f"folder:{tmp_path}")
     (tmp_path / "val" / "ant").mkdir()
     with pytest.raises(MissingDataError, match="same classes; only one has bee"):

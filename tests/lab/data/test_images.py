@@ -88,7 +88,7 @@ def test_what_is_no_image_is_named(folder, make):
     path = folder / "train" / "ant" / "odd.png"
     make(path)
     line = refused(folder)
-    assert line.startswith(f"{path} is no ") and line.endswith("restore it or take it away")
+    assert line.startswith(f"{path} is not a ") and line.endswith("restore it or delete it")
 
 
 @pytest.mark.parametrize("side", [12_000, 14_000], ids=["Pillow warns", "Pillow refuses"])
@@ -97,7 +97,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded(folder, monkeypatch, side):
     path.write_bytes(png(side, side))
     assert path.stat().st_size < 100_000
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it is decoded"))
-    with pytest.raises(DamagedDataError, match=r"odd\.png holds .*89,478,485.*: scale it down or take it away"):
+    with pytest.raises(DamagedDataError, match=r"odd\.png has .*89,478,485.*: scale it down or delete it"):
         decoding.opened(path)
 
 

@@ -56,7 +56,7 @@ def test_each_cell_has_a_folder_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is more than the 200"),
+        ({"dataset": "digits", "changes": {"train_examples": 200}}, "gradient batch of 256 is larger than the 200"),
         ({"dataset": "digits", "budget": 0.0}, "--budget must be a positive number"),
         ({"dataset": "digits", "seeds": 0}, "--seeds must be a whole number from 1"),
         ({"dataset": "digits", "model": "nonsense"}, "unknown model 'nonsense'"),

@@ -196,7 +196,7 @@ def check_parameters(record: dict, folder: Path) -> None:
     assert counts["BN"] == counts["BN baseline"] < counts["BN wide"] == counts["BN baseline, wide"]
     off = counts["BN wide"] / counts["BKN learned"] - 1
     assert abs(off) < 0.02
-    assert any("parameters beside BKN learned" in note for note in record["notes"]) == (abs(off) > 0.01)
+    assert any("parameters compared with BKN learned" in note for note in record["notes"]) == (abs(off) > 0.01)
     assert counts["BKN"] == counts["BN"] + 4  # a gain for each norm but the first
     assert all(is_accuracy(cell) for cell in column(table, "moving mean/var"))
     assert paper(table, "moving mean/var", method="BN wide") == [63.1]
@@ -253,7 +253,7 @@ def test_experiment(name, tmp_path):
     assert read_json(folder / "experiment.json") == json.loads(json.dumps(record))
     assert record["name"] == name and record["stand_in"] is True
     assert record["dataset"] == "digits" and record["models"] == ["digits-net"] and record["budget"] == 0.1
-    assert record["origin"]["torch"] and "A stand-in" in record["notes"][0]
+    assert record["origin"]["torch"] and "a stand-in" in record["notes"][0]
     for group in [group for figure in record["figures"] for group in figure.get("groups", [])]:
         assert group["runs"] and all((folder / run / "result.json").is_file() for run in group["runs"])
     if name in ACCURACIES:
@@ -334,7 +334,7 @@ def test_what_finished_is_recorded_where_other_cells_fail(tmp_path):
 def test_resume_insists_that_there_is_something_to_go_on_with(tmp_path):
     curves = {f"{method}-0": [(1, 50.0)] for method in ("bn", "bkn-learned", "bkn", "gn")}
     wanted = Wanted("digits", seeds=1)
-    with pytest.raises(LabError, match="nothing to go on with"):
+    with pytest.raises(LabError, match="nothing to resume"):
         reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)
     first = reproduced("small-64-8", wanted, tmp_path / "x", told(curves))
     again = reproduced("small-64-8", wanted, tmp_path / "x", told(curves), resume=True)
@@ -361,7 +361,7 @@ def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, cap
     options = "--budget 0.1 --seeds 1 --paper-only --train-examples 128 --test-examples 20 --device cpu"
     assert command(["reproduce", "small-64-8", "--dataset", "digits", *options.split()]) == 0
     shown = capsys.readouterr().out
-    for words in ("figure 5 of the paper", "A stand-in", "66.02", "BKN learned", "The page: runs/small-64-8-digits"):
+    for words in ("figure 5 of the paper", "a stand-in", "66.02", "BKN learned", "The page: runs/small-64-8-digits"):
         assert words in shown, words
     assert "</html>" in Path("runs/small-64-8-digits/report.html").read_text()
     assert command(["reproduce", "--list"]) == 0

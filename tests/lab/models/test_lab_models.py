@@ -170,9 +170,9 @@ def test_pretrained_weights_are_loaded_but_for_another_head(monkeypatch):
     [
         ("resnet19", {}, "did you mean 'resnet18'"),
         ("bninception", {}, "did you mean 'bn-inception'"),
-        ("squeezenet1_1", {}, "squeezenet1_1 holds no batch norm"),
+        ("squeezenet1_1", {}, "squeezenet1_1 contains no batch norm"),
         ("inception_v3", {}, "does not run on images of 32×32 .*--image-size"),
-        ("resnet18", {"width": 2.0}, "width scales the lab's own nets only"),
+        ("resnet18", {"width": 2.0}, "width scales only the lab's own networks"),
         ("digits-net", {"pretrained": True}, "no pretrained weights for digits-net"),
         ("digits-net", {"width": 0.0}, "width must be positive"),
         ("resnet18", {"pretrained": True, "shape": (1, 32, 32)}, "takes images of 3 channels"),

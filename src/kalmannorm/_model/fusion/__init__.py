@@ -1,4 +1,4 @@
-"""`fuse`: norm and ReLU, and norm, sum and ReLU, become one pass in a converted model."""
+"""`fuse`: norm and ReLU, and norm, sum and ReLU, run in one pass in a converted model."""
 
 from kalmannorm._model.fusion.fusing import Fusion, fuse
 

@@ -1,8 +1,8 @@
-"""Whether a fused model does what it did before: outputs and gradients on the example, in training and inference.
+"""Compares a fused model with the unfused one: outputs and gradients on the example, in training and inference.
 
-Both run in float64, on a copy: there a net that amplifies rounding, as an untrained one on two small images does, still
-agrees to many digits, and any difference in meaning shows. Only where a copy in float64 does not run, the model itself
-does, and agrees less sharply.
+Both run in float64, on a copy. An untrained network on two small images amplifies rounding errors, but in float64 it
+still agrees to many digits, and a real difference is visible. If a copy in float64 does not run, the model itself is
+used, with a larger tolerance.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from kalmannorm._wiring.recording.trace import arguments
 from kalmannorm._wiring.recording.untouched import untouched
 
 Programs = Sequence[tuple[str, FusedForward]]
-"""Modules by name, with the programs they shall have."""
+"""Modules by name, with their new programs."""
 
 Results = dict[str, list[Tensor | None]]
 
 _LIMITS = {torch.float64: 1e-7, torch.float32: 2e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
-"""Of the largest value in a tensor; a gradient may also be noise about zero, measured by the largest of all."""
+"""Tolerance relative to the largest value in a tensor. A gradient may also be noise around zero, so its error is also
+compared with the largest gradient of all."""
 
 
 def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[str, str]:
-    """The modules whose programs do not do what their own forward does, with what differs. `model` is unfused."""
+    """The modules whose programs give other results than their own forward, with the difference. `model` is unfused."""
     if not programs:
         return {}
     subject, given, limit, own = _subject(model, example_input)
@@ -42,9 +43,9 @@ def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[
             for training, results in own.items():
                 place = _difference(results, _results(subject, given, training), limit)
                 if place is not None:
-                    return f"fused, its {place} in {'training' if training else 'inference'} would be other numbers"
-        except Exception as error:  # of any kind: the program is made of the user's code
-            return f"fused, it would not run: {next(iter(str(error).splitlines()), type(error).__name__)}"
+                    return f"if fused, its {place} in {'training' if training else 'inference'} would differ"
+        except Exception as error:  # any error: the program contains the user's code
+            return f"if fused, it would not run: {next(iter(str(error).splitlines()), type(error).__name__)}"
         finally:
             unfuse(subject)
         return None
@@ -53,12 +54,12 @@ def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[
         return {}
     found = {name: difference([(name, program)]) for name, program in programs}
     kept = [(name, program) for name, program in programs if found[name] is None]
-    together = difference(kept)  # each by itself does what it did, and so they should together
+    together = difference(kept)  # each by itself agrees, so all together should agree too
     return {name: reason for name, reason in found.items() if reason} | {name: together for name, _ in kept if together}
 
 
 def _subject(model: nn.Module, example_input: Any) -> tuple[nn.Module, Any, float, dict[bool, Results]]:
-    """What to run, with what arguments, how near it has to stay, and what it does by itself in each mode."""
+    """The model to run, its arguments, the tolerance, and its own results in each mode."""
     given = arguments(example_input)
     try:
         twin = copy.deepcopy(model).double()
@@ -66,23 +67,23 @@ def _subject(model: nn.Module, example_input: Any) -> tuple[nn.Module, Any, floa
         own = _in_both_modes(twin, precise)
         if False in own:
             return twin, precise, _LIMITS[torch.float64], own
-    except Exception:  # of any kind: not every model can be copied
+    except Exception:  # any error: not every model can be copied
         pass
     dtype = next((t.dtype for t in model.parameters() if t.is_floating_point()), torch.float32)
     return model, given, _LIMITS.get(dtype, 1e-1), _in_both_modes(model, given)
 
 
 def _in_both_modes(model: nn.Module, given: Any) -> dict[bool, Results]:
-    """In those modes in which it runs; a batch may be too small to train on."""
+    """The results in each mode in which the model runs. A batch may be too small for training."""
     found = {}
     for training in (True, False):
-        with suppress(Exception):  # of any kind: it is the user's model
+        with suppress(Exception):  # any error: this is the user's model
             found[training] = _results(model, given, training)
     return found
 
 
 def _results(model: nn.Module, given: Any, training: bool) -> Results:
-    """Outputs and gradients of one run, with random numbers that are the same each time; nothing of it stays."""
+    """Outputs and gradients of one run, with the same random numbers each time. The model stays unchanged."""
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), given)
     parameters = [p for p in model.parameters() if p.requires_grad]
     with untouched(model, training=training), torch.enable_grad():
@@ -96,7 +97,7 @@ def _results(model: nn.Module, given: Any, training: bool) -> Results:
 
 
 def _difference(own: Results, other: Results, limit: float) -> str | None:
-    """What differs first, by more than the limit."""
+    """The first tensor that differs by more than the limit."""
     for place, expected in own.items():
         if len(expected) != len(other[place]):
             return place

@@ -1,9 +1,10 @@
-"""`fuse`: what follows a norm runs in the norm's own pass.
+"""`fuse`: the operations after a norm run in the norm's own pass.
 
     relu(norm(x))            ->  norm(x, relu=True)
     relu(norm(x) + residual) ->  norm(x, residual=residual, relu=True)
 
-A pass over memory less for each ReLU and for each sum, forward and backward, and a tensor less to keep between them.
+Each ReLU and each sum then needs one pass over memory less, in forward and backward, and one tensor less is stored for
+the backward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kalmannorm._wiring.recording.untouched import untouched
 
 @dataclass(frozen=True)
 class Fusion:
-    """What `fuse` did: for each norm, by name, what it is fused with, or why it is left as it was."""
+    """The result of `fuse`: for each norm, by name, what it is fused with, or why it is not fused."""
 
     fused: dict[str, str]
     left: dict[str, str]
@@ -44,24 +45,26 @@ class Fusion:
 
 
 def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.Module:
-    """Norm and ReLU, and norm, sum and ReLU, in one pass, wherever that cannot be noticed; the numbers stay.
+    """Run norm and ReLU, or norm, sum and ReLU, in one pass where this is safe. The results stay the same.
 
-    The model stays what it is: classes (each fused module's is a subclass of its own), names, parameters, buffers,
-    state dict, children, hooks, wiring, training and inference. It trains, copies, pickles and compiles as before.
-    `model.fusion` tells what was fused and why the rest was not. Fused are norms of this library whose result goes to
-    a ReLU alone, or to a sum and from there to a ReLU alone, inside the forward of one module; of two norms that are
-    added, the one that runs last. Left alone is what a hook watches, what is used twice or broadcast, and all in a
-    forward that symbolic tracing cannot follow. Before anything changes, outputs, gradients and buffers are compared on
-    the example, in training and inference; a module that would give other numbers is left alone too.
+    These stay the same: classes (a fused module gets a subclass of its class), names, parameters, buffers, state dict,
+    children, hooks, wiring, training and inference. The model can be trained, copied, pickled and compiled as before.
+    `model.fusion` shows which norms are fused and why others are not.
 
-    Fuse last, before the optimizer: a forward is written down as it is now. Hooks added later to a ReLU or a shortcut
-    that was fused are not called. A module whose attributes or children change, or that is called with other kinds of
-    arguments, uses its own forward. `to_batchnorm` and `fold` take everything back.
+    A norm of this library is fused if only a ReLU reads its result, or only a sum whose result only a ReLU reads,
+    inside the forward of one module. If two norms are added, the one that runs last is fused. These are not fused:
+    norms with hooks, results that are used twice or broadcast, and forwards that symbolic tracing cannot follow. Before
+    anything changes, outputs, gradients and buffers are compared on the example, in training and inference. A module
+    with different results is not fused.
+
+    Fuse last, but before you build the optimizer, because the current forward is recorded. Hooks that are added later
+    to a fused ReLU or shortcut are not called. If the attributes or children of a module change, or if it is called
+    with other kinds of arguments, it uses its own forward. `to_batchnorm` and `fold` undo the fusion.
 
     Args:
-        model: converted, or of ghost or renorm norms.
-        example_input: what the model is called with, as for `convert`.
-        inplace: fuse this very model instead of a copy.
+        model: a converted model, or one with ghost or renorm norms.
+        example_input: the model's input, as for `convert`.
+        inplace: fuse this model instead of a copy.
     """
     _check(model)
     with torch.inference_mode(False):
@@ -87,12 +90,12 @@ def _check(model: nn.Module) -> None:
         raise TypeError(f"model must be a torch.nn.Module written in Python, got {type(model).__name__}")
     wrapped = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel"}
     if type(model).__name__ in wrapped:
-        raise TypeError(f"model is wrapped by {wrapped[type(model).__name__]}: fuse first, then wrap what fuse returns")
+        raise TypeError(f"model is wrapped by {wrapped[type(model).__name__]}: fuse first, then wrap the fused model")
     require_norms(model, "fuse")
 
 
 def _run(model: nn.Module, example_input: Any, training: bool, watch: Callable[..., None]) -> None:
-    """Run the example and show every call of a module before it is made."""
+    """Run the example, and call `watch` before every call of a module."""
     args, kwargs = arguments(example_input)
     handles = [m.register_forward_pre_hook(watch, with_kwargs=True) for m in model.modules()]
     try:
@@ -104,7 +107,7 @@ def _run(model: nn.Module, example_input: Any, training: bool, watch: Callable[.
 
 
 def _calls(model: nn.Module, example_input: Any) -> dict[int, tuple[Argument, ...] | str]:
-    """How each module is called, in either mode."""
+    """The arguments of each module's calls, in either mode."""
     found: dict[int, tuple[Argument, ...] | str] = {}
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +121,7 @@ def _calls(model: nn.Module, example_input: Any) -> dict[int, tuple[Argument, ..
     for training in (False, True):
         try:
             _run(model, example_input, training, watch)
-        except Exception as error:  # of any kind: it is the user's model; a batch may be too small to train on
+        except Exception as error:  # any error: this is the user's model, and a batch may be too small for training
             failures.append(error)
     if len(failures) == 2:
         first = next(iter(str(failures[0]).splitlines()), "")
@@ -128,7 +131,7 @@ def _calls(model: nn.Module, example_input: Any) -> dict[int, tuple[Argument, ..
 
 
 def _unlike(model: nn.Module, example_input: Any, units: Units) -> dict[str, str]:
-    """Norms whose result would be added to something of another shape or dtype."""
+    """Norms whose result would be added to a tensor of another shape or dtype."""
     names = {id(norm): name for name, norm in norms(model)}
     found: dict[str, str] = {}
 
@@ -140,7 +143,7 @@ def _unlike(model: nn.Module, example_input: Any, units: Units) -> dict[str, str
                 args[0].dtype,
             )
             if not alike:
-                found[names[id(module)]] = "what it is added to has another shape or dtype"
+                found[names[id(module)]] = "the tensor that it is added to has another shape or dtype"
 
     if "sum and ReLU" not in units.fused().values():
         return found
@@ -148,7 +151,7 @@ def _unlike(model: nn.Module, example_input: Any, units: Units) -> dict[str, str
         fuse_module(unit.module, unit.program)
     try:
         for training in (False, True):
-            with suppress(Exception):  # of any kind: what does not run shows when the numbers are compared
+            with suppress(Exception):  # any error: it shows later, when the results are compared
                 _run(model, example_input, training, watch)
     finally:
         unfuse(model)
@@ -156,7 +159,7 @@ def _unlike(model: nn.Module, example_input: Any, units: Units) -> dict[str, str
 
 
 def _other_numbers(model: nn.Module, example_input: Any, units: Units) -> dict[str, str]:
-    """Norms of modules that fused would not do what they did."""
+    """Norms of modules whose results would differ after fusion."""
     reasons = differing(model, example_input, [(unit.name, unit.program) for unit in units.found])
     return {norm: reasons[unit.name] for unit in units.found if unit.name in reasons for norm in unit.norms}
 
@@ -171,7 +174,7 @@ def _report(model: nn.Module, units: Units, calls: dict[int, Any]) -> Fusion:
 
 
 def _reason(model: nn.Module, units: Units, calls: dict[int, Any], name: str) -> str:
-    """Why no graph has this norm."""
+    """Why no graph contains this norm."""
     if id(model.get_submodule(name)) not in calls:
         return "it did not run on the example input"
     holder = name

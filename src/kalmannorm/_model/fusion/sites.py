@@ -1,7 +1,7 @@
-"""Where a graph has a norm, then perhaps a sum, then a ReLU, with nobody looking in between; and a call in their place.
+"""Finds a norm, perhaps a sum, and a ReLU in a graph, with no other reader between them, and replaces them by one call.
 
-A call moves nowhere: the norm runs where it ran, the sum and the ReLU move up to it. So what it is added to has to be
-there already, and nothing in between may write into it.
+The norm still runs at its old place. The sum and the ReLU move up to it. So the other summand has to be computed
+before, and nothing in between may write into it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _IN_PLACE = {getattr(operator, name) for name in IN_PLACE}
 _KNOWN = {"torch", "_operator", "operator", "math", "builtins", "None"}
 
 NormOf = Callable[[nn.Module], "GroupedNorm | str | None"]
-"""The norm whose result a module returns; the reason, where it is one that cannot be fused; None for any other."""
+"""The norm whose result a module returns. A reason, if it cannot be fused. None for other modules."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """`last` is the node whose value the norm will return: a ReLU, or the norm itself where that applies one."""
+    """`last` is the node whose value the norm will return: a ReLU, or the norm itself if it applies one."""
 
     norm: fx.Node
     last: fx.Node
@@ -47,7 +47,7 @@ def is_relu(module: nn.Module) -> bool:
 
 
 class Finder:
-    """The sites of one graph, and for every other norm in it why not."""
+    """The sites of one graph, and for every other norm in it the reason why it is not one."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph, norm_of: NormOf) -> None:
         self.root, self.norm_of = root, norm_of
@@ -94,16 +94,16 @@ class Finder:
         return self._hindrance(node, user, other) or Site(node, relu, user)
 
     def _hindrance(self, node: fx.Node, add: fx.Node, other: fx.Node) -> str | None:
-        """Why the sum of a norm's result and another cannot be computed when the norm runs."""
+        """Why the sum of a norm's result and another value cannot be computed when the norm runs."""
         start, end = self.order[node], self.order[add]
         if self.order[other] > start:
             takes = isinstance(self._norm(other), GroupedNorm)
-            return "the norm it is added to takes the sum" if takes else "what it is added to is computed after it"
+            return "the norm it is added to computes the sum" if takes else "the other summand is computed after it"
         written = add.target in _IN_PLACE_ADDS and add.args[0] is other
         if written and not (_only(other) is add and self._is_new(other)):
-            return "it is added in place to something else"
+            return "it is added in place to another tensor"
         if any(self._writes(between) for between, place in self.order.items() if start < place < end):
-            return "something may be written to between it and its sum"
+            return "a tensor may be written to between it and its sum"
         return None
 
     def _is_relu(self, node: fx.Node) -> bool:
@@ -126,11 +126,11 @@ class Finder:
         return others[0] if isinstance(others[0], fx.Node) else None
 
     def _is_new(self, node: fx.Node) -> bool:
-        """Whether the value of a node is a tensor that nobody else holds."""
+        """Whether the value of a node is a tensor with no other reference."""
         return isinstance(self._norm(node) or self._module(node), (GroupedNorm, _ConvNd, nn.Linear))
 
     def _writes(self, node: fx.Node) -> bool:
-        """Whether a node may write into a tensor that it is given."""
+        """Whether a node may write into one of its inputs."""
         module = self._module(node)
         if module is not None:
             known = isinstance(module, GroupedNorm) or type(module).__module__.startswith("torch.nn.modules.")
@@ -151,7 +151,7 @@ class Finder:
 
 
 def _only(node: fx.Node) -> fx.Node | None:
-    """The one node that uses the value of this one, once."""
+    """The only node that uses the value of this one, and uses it once."""
     if len(node.users) != 1:
         return None
     user = next(iter(node.users))
@@ -161,9 +161,9 @@ def _only(node: fx.Node) -> fx.Node | None:
 
 
 def rewrite(graph: fx.Graph, sites: list[Site]) -> None:
-    """Each site becomes one call of its norm."""
+    """Replace each site by one call of its norm."""
     for site in sites:
-        # Asked now: what is added may be the result of a site before.
+        # Read now, because the other summand may be the result of an earlier site.
         others = [] if site.add is None else [given for given in site.add.all_input_nodes if given is not site.norm]
         if site.last is not site.norm:
             site.last.replace_all_uses_with(site.norm)

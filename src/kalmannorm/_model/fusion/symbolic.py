@@ -1,8 +1,8 @@
-"""What one forward does, as a graph in which every child is one node.
+"""The graph of one forward, in which every child is one node.
 
-Symbolic tracing runs the Python of a forward once and writes down what it does with its arguments. What it cannot write
-down, it drops or makes constant without a word. Here that is an error: random numbers drawn in Python, tensors that
-come from nowhere, attributes that the forward assigns, parts under another grad mode, autocast or checkpoint.
+Symbolic tracing runs the Python code of a forward once and records what it does with its arguments. It silently drops
+what it cannot record, or makes it constant. Here that is an error: random numbers drawn in Python, tensors of unknown
+origin, attributes that the forward assigns, and parts under another grad mode, autocast or checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ IN_PLACE = tuple(name for name in dir(operator) if name.startswith("i") and hasa
 
 
 class NotTraceableError(Exception):
-    """The reason, to follow the name of a module."""
+    """The message is the reason. It follows the name of a module."""
 
 
 def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Argument, ...]:
-    """The arguments of a forward, as this call gave them."""
+    """The arguments of a forward in this call."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     found = []
@@ -48,12 +48,12 @@ def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         elif optional and value is default:
             found.append(Argument(parameter.name, "default", default, optional, keyword_only))
         else:
-            raise NotTraceableError(f"its forward is given a {type(value).__name__}")
+            raise NotTraceableError(f"an argument of its forward is a {type(value).__name__}")
     return tuple(found)
 
 
 class _Proxy(fx.Proxy):
-    """A stand-in that is written into where the forward does so: torch's would make `a + b` of `a += b`."""
+    """A proxy that records in-place writes. torch's own proxy would turn `a += b` into `a + b`."""
 
 
 def _in_place(operation: Any) -> Any:
@@ -69,7 +69,7 @@ for _name in IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
-    """`inlined` are the children, by name, whose own forward is a part of the graph."""
+    """`inlined` are the names of children whose own forward becomes a part of the graph."""
 
     def __init__(self, arguments: tuple[Argument, ...], inlined: Collection[str]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Tracer(fx.Tracer):
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter):
             known = any(a is buffer for buffer in self.root.buffers()) or a in self.tensor_attrs
             if not known:
-                raise NotTraceableError("its forward makes a tensor by itself")
+                raise NotTraceableError("its forward creates a tensor")
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -113,7 +113,7 @@ class _Tracer(fx.Tracer):
 
 
 def _modes() -> tuple[Any, ...]:
-    """What changes the meaning of an operation and leaves no trace in a graph."""
+    """State that changes the meaning of an operation but is not recorded in a graph."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, bool(segments())
 
@@ -121,7 +121,7 @@ def _modes() -> tuple[Any, ...]:
 def symbolic_graph(
     module: nn.Module, arguments: tuple[Argument, ...], inlined: Collection[str], *, training: bool
 ) -> fx.Graph:
-    """The graph of a module's own forward in one mode; the module is left as it was."""
+    """The graph of a module's own forward in one mode. The module stays unchanged."""
     if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)) or "forward" in vars(module):
         raise NotTraceableError("its forward is not that of its class")
     with untouched(module, training=training), warnings.catch_warnings(), torch.enable_grad():
@@ -132,11 +132,11 @@ def symbolic_graph(
             graph = tracer.trace(module)
         except NotTraceableError:
             raise
-        except Exception as error:  # of any kind: it is the user's code that meets a stand-in for a tensor
+        except Exception as error:  # any error: the user's code gets a proxy in place of a tensor
             first = next(iter(str(error).splitlines()), "")
             raise NotTraceableError(f"its forward cannot be traced: {first or type(error).__name__}") from error
         finally:
-            vars(tracer).clear()  # torch leaves it in a cycle of functions, and it would keep the model
+            vars(tracer).clear()  # torch leaves it in a reference cycle, which would keep the model
         if _attributes(module) != attributes:
             raise NotTraceableError("its forward assigns attributes")
         if _random_numbers() != numbers:
@@ -151,14 +151,14 @@ def symbolic_graph(
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a hook that is not ours would see what the module is given, or gives."""
+    """Whether a hook other than ours would see the inputs or outputs of the module."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for table in tables for hook in getattr(module, table).values()]
     return any(not type(hook).__module__.startswith("kalmannorm.") for hook in hooks)
 
 
 def _attributes(root: nn.Module) -> list[Any]:
-    """What the modules hold, by identity, and what is in the lists and tables that they hold."""
+    """The attributes of the modules, by identity, and the contents of their lists and dicts."""
     found: list[Any] = []
     for module in root.modules():
         for name, value in vars(module).items():

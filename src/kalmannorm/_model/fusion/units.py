@@ -1,8 +1,9 @@
 """Which modules of a model call norms, and the program of each: its own forward, with norms fused.
 
-A unit is a module whose forward calls norms, traced with its children as single nodes: every container is still called
-as a module, with its hooks. One exception: a child that returns a norm's result, such as the shortcut of a residual
-block, becomes a part of its parent's program where the parent adds to that result or applies a ReLU.
+A unit is a module whose forward calls norms. It is traced with its children as single nodes, so every container is
+still called as a module, with its hooks. There is one exception: a child that returns a norm's result, such as the
+shortcut of a residual block. It becomes a part of its parent's program if the parent adds to that result or applies a
+ReLU.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from kalmannorm._support.fused_modules import Argument, Code, FusedForward
 _FORWARDS = {BatchKalmanNorm.forward, GhostBatchNorm.forward, BatchRenorm.forward}
 
 Calls = Mapping[int, "tuple[Argument, ...] | str"]
-"""How each module was called, by its identity; a reason, where its call cannot be traced."""
+"""The arguments of each module's call, by identity. A reason, if its call cannot be traced."""
 
 
 @dataclass
 class Unit:
-    """A module and its new forward; `norms` says what each norm is fused with."""
+    """A module and its new forward. `norms` says what each norm is fused with."""
 
     name: str
     module: nn.Module
@@ -38,7 +39,7 @@ class Unit:
 
 @dataclass
 class Units:
-    """The units of a model; why the other norms are left; and why modules that call norms could not be traced."""
+    """The units of a model, why other norms are not fused, and why modules that call norms could not be traced."""
 
     found: list[Unit] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Units:
 
 
 def find_units(model: nn.Module, calls: Calls, excluded: Mapping[str, str]) -> Units:
-    """The units of a model, the inner ones first; `excluded` are norms to be left alone, with the reason."""
+    """The units of a model, inner ones first. `excluded` are norms that must not be fused, with the reason."""
     return _Search(model, calls, excluded).units
 
 
@@ -58,7 +59,7 @@ class _Search:
         self.calls, self.excluded, self.units = calls, excluded, Units()
         self.names = {module: name for name, module in model.named_modules()}
         self.endings: dict[nn.Module, GroupedNorm] = {}
-        for module, name in reversed(self.names.items()):  # children come before the modules that hold them
+        for module, name in reversed(self.names.items()):  # children come before their parents
             if not isinstance(module, GroupedNorm) and any(isinstance(part, GroupedNorm) for part in module.modules()):
                 try:
                     self._look_into(name, module)
@@ -72,11 +73,11 @@ class _Search:
             return self.excluded[self.names[module]]
         if type(module).forward not in _FORWARDS or "forward" in vars(module):
             return f"its class, {type(module).__name__}, has a forward of its own"
-        return "a hook watches it" if hooked(module) else module
+        return "it has a hook" if hooked(module) else module
 
     def _look_into(self, name: str, module: nn.Module) -> None:
         arguments = self.calls.get(id(module))
-        if arguments is None:  # a list of modules, or one that the example does not reach
+        if arguments is None:  # a list of modules, or a module that the example does not reach
             return
         if isinstance(arguments, str):
             raise NotTraceableError(arguments)
@@ -109,7 +110,7 @@ class _Search:
         return not isinstance(module.get_submodule(str(site.norm.target)), GroupedNorm)
 
     def _note_ending(self, module: nn.Module, graph: fx.Graph, same: bool) -> None:
-        """Whether what the module returns is a norm's result; not where its forward asks for its training flag."""
+        """Note whether the module returns a norm's result. It does not count if its forward reads its training flag."""
         result = next(node for node in graph.nodes if node.op == "output").args[0]
         if same and not hooked(module) and isinstance(result, fx.Node) and result.op == "call_module":
             norm = self._norm_of(module.get_submodule(str(result.target)))

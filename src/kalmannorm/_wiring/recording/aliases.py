@@ -1,4 +1,4 @@
-"""Tensors that share memory: a write through one changes what the others hold."""
+"""Tensors that share memory: a write into one changes the others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 def storage(tensor: Tensor) -> int | None:
-    """What tensors that share memory have in common; None for those without a storage of their own."""
+    """A key that tensors with shared memory have in common. None for a tensor without a storage of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except Exception:  # sparse, batched or uninitialized tensors, and what subclasses refuse
+    except Exception:  # sparse, batched or uninitialized tensors, and subclasses that refuse
         return None
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often it was written, by itself or a view."""
+    """How often the tensor was written, directly or through a view."""
     try:
         return tensor._version
     except Exception:  # an inference tensor
@@ -26,7 +26,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 class Aliases:
-    """Live tensors by their storage."""
+    """Tensors that are still alive, by their storage."""
 
     def __init__(self) -> None:
         self._at: dict[int, list[weakref.ref[Tensor]]] = {}
@@ -39,11 +39,11 @@ class Aliases:
             self._at[key].append(weakref.ref(tensor))
 
     def of(self, tensor: Tensor) -> list[Tensor]:
-        """The others that a write into this one may have changed."""
+        """The other tensors that a write into this one may have changed."""
         key = storage(tensor)
         if key is None:
             return []
-        # Storages freed in the run lend their address to others.
+        # If a storage is freed during the run, its address may be used again.
         found = [ref() for ref in self._at.get(key, ())]
         return [t for t in found if t is not None and t is not tensor and storage(t) == key and not apart(t, tensor)]
 
@@ -57,7 +57,7 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def apart(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage surely have no element in common, as chunks of a tensor have none."""
+    """Whether two tensors of one storage certainly have no element in common, such as two chunks of a tensor."""
     if a.numel() == 0 or b.numel() == 0:
         return True
     if a.dtype != b.dtype or a.stride() != b.stride():
@@ -74,7 +74,7 @@ def apart(a: Tensor, b: Tensor) -> bool:
 
 
 def _box(tensor: Tensor, sizes: Iterable[int], strides: list[int]) -> list[tuple[int, int]]:
-    """Where it begins and ends along every axis of the grid that the strides span."""
+    """First and last index along each axis of the grid that the strides define."""
     rest, box = int(tensor.storage_offset()), []
     for size, stride in zip(sizes, strides, strict=True):
         start, rest = divmod(rest, stride)
@@ -83,7 +83,7 @@ def _box(tensor: Tensor, sizes: Iterable[int], strides: list[int]) -> list[tuple
 
 
 def _unique(box: list[tuple[int, int]], strides: list[int]) -> bool:
-    """Whether no two places of the grid, as far as the box reaches, are the same in memory."""
+    """Whether all grid points inside the box have different memory addresses."""
     reach = 0
     for (_, end), stride in zip(reversed(box), reversed(strides), strict=False):
         if reach >= stride:

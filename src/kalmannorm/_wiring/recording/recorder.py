@@ -1,12 +1,13 @@
-"""Records a run: every call of a torch function, with what it read, made and wrote.
+"""Records a run: every call of a torch function, with the tensors that it read, made and wrote.
 
-A constant is a tensor that was there before the run, or one that a recorded function made of no data. Any other tensor
-that turns up was made where the mode cannot see (by NumPy, `torch.vmap`, an extension): it counts as fed by the input,
-with nothing known of it. Which norms feed it is taken from whoever made it, where that is a module, a custom autograd
-function or a scripted function; else none are said to.
+A constant is a tensor that existed before the run, or one that a recorded function made from no data. Any other
+unknown tensor was made by code that the mode cannot record, such as NumPy, `torch.vmap` or an extension. Such a tensor
+counts as fed by the input, and nothing else is known about it. If a module, a custom autograd function or a scripted
+function returned it, the norms that feed this module or function feed the tensor. Otherwise it has no sources.
 
-Numbers that leave torch (`item`, `tolist`, `numpy`) can come back as tensors: from then on, tensors made of numbers are
-no constants either. A number that is used as it is, as in `x * y.max().item()`, cannot be told from one of the code.
+Numbers that leave torch (`item`, `tolist`, `numpy`) can come back as tensors. After the first such number, tensors made
+from numbers are not constants either. A number that is used directly, as in `x * y.max().item()`, looks the same as a
+number in the code.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from kalmannorm._wiring.recording.records import (
     function_name,
 )
 
-# Without a gradient: what depends on these depends on no norm.
+# These have no gradient. Results that depend on them alone depend on no norm.
 _CUTS = {"detach", "data"}
 _NO_GRADIENT = {"argmax", "argmin", "argsort", "floor", "ceil", "round", "sign", "bernoulli"}
-# The second tensor gives its shape or type, not its values.
+# Only the shape or type of the second tensor is used, not its values.
 _SHAPED_AS = {"view_as", "reshape_as", "expand_as", "type_as"}
-# Made of no tensor's values, only like one.
+# Only the shape and type of the argument are used, not its values.
 _FRESH = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
     "new_full", "new_empty", "new_tensor",
@@ -51,13 +52,13 @@ _RANDOM = {
     "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_", "normal_",
     "normal", "exponential_", "multinomial", "random_",
 }  # fmt: skip
-# Take numbers out of torch, and bring them in.
+# `_LEAVES` take numbers out of torch, `_ENTERS` make tensors from numbers.
 _LEAVES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__", "__dlpack__"}
 _ENTERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "fill_"}
-# In place, and yet no element changes.
+# In-place functions that change no element.
 _KEEPS = {"squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims", "detach", "requires_grad", "as_strided"}
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"}
-# Constants above this many elements are not kept: a belief that needs one is given up instead.
+# Larger constants are not kept. A tensor that needs one has no belief.
 _LARGEST_CONSTANT = 1 << 20
 _LARGEST_COPY = 1 << 12  # constants up to this size are copied; larger ones are dropped if they are written later
 
@@ -73,8 +74,10 @@ def _may_write(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Recorder(TorchFunctionMode):
-    """Records every call of a torch function into a `Trace`; `restore` undoes what the run wrote into tensors that
-    were there before it, as far as recorded functions wrote it."""
+    """Records every call of a torch function into a `Trace`.
+
+    `restore` undoes what recorded functions wrote into tensors that existed before the run.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Recorder(TorchFunctionMode):
         self._saved: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._before: dict[int, weakref.ref[Tensor]] = {}
         self._places: dict[int, list[weakref.ref[Tensor]]] = {}
-        # Not isinstance: objects may lie about their class, or do work when asked.
+        # Not isinstance: an object may report another class, or run code when asked for it.
         objects = gc.get_objects()
         kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
         for tensor in [o for o in objects if type(o) in kinds]:
@@ -131,7 +134,7 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
-        """The value is a constant, and these are its elements."""
+        """Mark the value as a constant with the elements of this tensor."""
         if tensor.numel() <= _LARGEST_CONSTANT:
             copied = tensor.numel() <= _LARGEST_COPY
             value.constant = tensor.detach().clone() if copied else tensor.detach()
@@ -202,7 +205,7 @@ class Recorder(TorchFunctionMode):
         if made and kwargs.get("out") is not None:
             written |= {id(t): t for t in tensors_in(kwargs["out"])}
         unsaid = [t for t in written.values() if not any(t is m for m in made)]
-        if unsaid:  # setitem, and functions that update statistics in passing
+        if unsaid:  # setitem, and functions that update statistics as a side effect
             self.record(name if name == "setitem" else f"a write of {name}", None, args, kwargs, unsaid)
         if name not in _KEEPS:
             for tensor in written.values():
@@ -210,7 +213,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _spread(self, tensor: Tensor) -> None:
-        """A tensor was written: so were those that share its memory."""
+        """Record that a write into this tensor has also changed the tensors that share its memory."""
         for alias in self._aliases.of(tensor):
             if same_place(alias, tensor):
                 self._same(alias, tensor)
@@ -218,13 +221,13 @@ class Recorder(TorchFunctionMode):
                 self.record("a write through a view", None, (alias, tensor), {}, alias)
 
     def _same(self, tensor: Tensor, other: Tensor) -> None:
-        """A tensor has become another one, and still has its gradient."""
+        """Record that a tensor now has the elements of another one. It also keeps its own sources."""
         sources = self.value_of(tensor).sources
         op = self.record("identity", None, (other,), {}, tensor)
         self.trace.values[op.outputs[0]].sources |= sources
 
     def _save(self, given: list[Tensor], *, setter: bool) -> None:
-        """Before a write: the elements of tensors that were there before the run."""
+        """Before a write: save the elements of tensors that existed before the run."""
         for place in {storage(t) for t in given} - {None}:
             assert place is not None
             for tensor in (ref() for ref in self._places.get(place, ())):
@@ -259,14 +262,14 @@ class Recorder(TorchFunctionMode):
         self.trace.norms.append(NormCall(name, module, value.index, output.index))
 
     def made_by(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Outputs that no recorded operation made: the whole module or function is the operation."""
+        """Record a whole module or function as one operation, if no recorded operation made its outputs."""
         unseen = [t for t in tensors_in(out) if self.find(t) is None and not self._existed(t)]
         if unseen:
             self.record(name, None, args, kwargs, unseen)
 
     @contextmanager
     def watching(self, names: Mapping[int, str]) -> Iterator[None]:
-        """Follow which of the model's modules is running."""
+        """Track which of the model's modules is running."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) in names:
@@ -287,12 +290,15 @@ class Recorder(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-                nn_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch 2.10 forgets this one
+                nn_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch 2.10 does not remove this one
 
     @contextmanager
     def seeing_functions(self) -> Iterator[None]:
-        """What a custom autograd function's forward does says nothing of its gradient: all its inputs are sources.
-        Scripted functions run unseen, and are one operation."""
+        """Record custom autograd functions and scripted functions as one operation each.
+
+        The forward of a custom autograd function does not show its gradient, so all its inputs count as sources. The
+        inside of a scripted function cannot be recorded.
+        """
         original, script = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
         thread, recorder = threading.get_ident(), self
 

@@ -1,9 +1,8 @@
-"""What a model does with its input, from one concrete run: every operation, in order, and the tensors between.
+"""Records one concrete run of a model: every operation in order, and the tensors between the operations.
 
-The run happens under a `TorchFunctionMode`, which sees modules, functions, methods and in-place operations alike and
-follows whatever control flow the input takes. Tensors are known by identity and not kept alive, so the run needs no
-more memory than any forward without gradients. Norms run as stubs that touch no statistics, so that nothing of the run
-stays behind.
+The run happens under a `TorchFunctionMode`. The mode sees modules, functions, methods and in-place operations, and the
+control flow is that of the given input. Tensors are identified by weak references, so the run needs no more memory than
+a forward without gradients. Norms run as stubs that do not change statistics, so the run leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from kalmannorm._wiring.recording.untouched import untouched
 
 __all__ = ["NoInputError", "NormCall", "Op", "Ref", "Trace", "Value", "arguments", "function_name", "trace"]
 
-_MOST_OBJECTS = 1 << 16  # of an example input, looked through for tensors
+_MOST_OBJECTS = 1 << 16  # the most objects of an example input that are searched for tensors
 
 
 class NoInputError(ValueError):
-    """The example input holds no tensor that could be found."""
+    """No tensor was found in the example input."""
 
 
 def _standardized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """What a norm does, from this batch alone and for any number of values."""
+    """The output of a norm, from this batch alone. Works for any number of values."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     statistics = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     var, mean = torch.var_mean(statistics, axes, correction=0)
@@ -56,7 +55,7 @@ def _stub(recorder: Recorder, name: str, norm: nn.Module, then: Sequence[str]) -
 
 
 def arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple is positional arguments, a dict keyword arguments, anything else one argument."""
+    """A tuple is taken as positional arguments, a dict as keyword arguments, anything else as one argument."""
     if isinstance(example_input, dict):
         return (), example_input
     if type(example_input) is tuple:
@@ -65,7 +64,7 @@ def arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _held(example_input: Any) -> Iterator[Any]:
-    """Everything an example input holds, in containers of whatever kind."""
+    """All objects inside an example input, in containers of any kind."""
     skipped = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module)
     pending, seen = [example_input], {id(example_input)}
     while pending and len(seen) < _MOST_OBJECTS:
@@ -78,7 +77,7 @@ def _held(example_input: Any) -> Iterator[Any]:
 
 
 def _feed(recorder: Recorder, example_input: Any, given: Any) -> None:
-    """All tensors of the input are data."""
+    """Register all tensors of the input as data."""
     own = {id(t): t for t in tree_flatten(given)[0] if isinstance(t, Tensor)}
     objects = False
     for found in _held((example_input, given)):
@@ -90,15 +89,15 @@ def _feed(recorder: Recorder, example_input: Any, given: Any) -> None:
             objects = True
     if not own and objects:
         raise NoInputError(
-            f"example_input: no tensor found in a {type(example_input).__name__}; give the tensors themselves, or an "
-            "object that holds them"
+            f"example_input: no tensor found in a {type(example_input).__name__}; pass the tensors themselves, or an "
+            "object that contains them"
         )
     for tensor in own.values():
         recorder.add_input(tensor)
 
 
 def _copied(model: nn.Module, given: Any) -> Any:
-    """Inputs that the model may write into. Those in containers that pytree does not know stay what they are."""
+    """Copies of the inputs, because the model may write into them. Containers unknown to pytree are not copied."""
     copies = {id(t): t for t in (*model.parameters(), *model.buffers())}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def _copied(model: nn.Module, given: Any) -> Any:
 
 @contextmanager
 def _no_graph(model: nn.Module) -> Iterator[None]:
-    """No activation is kept for a backward, though gradients are enabled: the model's own `no_grad` has to show."""
+    """Keep no activation for a backward. Gradients stay enabled, so that `no_grad` in the model's code is recorded."""
     learning = [p for p in model.parameters() if p.is_leaf and p.requires_grad]
     try:
         for parameter in learning:
@@ -126,9 +125,9 @@ def _no_graph(model: nn.Module) -> Iterator[None]:
 def trace(
     model: nn.Module, example_input: Any, norms: Mapping[str, tuple[nn.Module, Sequence[str]]], *, training: bool
 ) -> Trace:
-    """Run the model once in the given mode and record it; the model and the input are left as they were.
+    """Run the model once in the given mode and record it. The model and the input stay unchanged.
 
-    `norms` are the norms to recognise: by name, the module and the children it applies to its result, in order.
+    `norms` are the norms to recognise, by name: the module, and the children that it applies to its result, in order.
     """
     args, kwargs = _copied(model, arguments(example_input))
     recorder = Recorder(model)

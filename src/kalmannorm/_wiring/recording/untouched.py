@@ -1,4 +1,4 @@
-"""Run a model without leaving a trace: buffers, attributes, training flags and random numbers are as before."""
+"""Runs a model and restores its buffers, attributes, training flags and random state afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @contextmanager
 def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the training flag of every module, without its `train()`, and put everything back afterwards.
+    """Set the training flag of every module, without calling `train()`, and restore everything afterwards.
 
-    Attributes that the forward assigns return to what they were, and submodules that it adds go; a list or dict that
-    it mutates does not return. What a scripted module assigns stays, but for its buffers.
+    Attributes that the forward assigns get their old values, and submodules that it adds are removed. Changes inside a
+    list or dict are not undone. For a scripted module only the buffers are restored.
     """
     modules = list({id(module): module for module in model.modules()}.values())
     flags = [(module, module.training) for module in modules]
@@ -59,5 +59,5 @@ def _refill(table: Any, before: dict[str, Any]) -> None:
 
 
 def _same(tensor: Tensor, value: Tensor) -> bool:
-    # Writing an equal value would still bump the version of a tensor that a graph has saved.
+    # Writing an equal value would still increase the version of a tensor that an autograd graph has saved.
     return tensor.is_meta or torch.equal(tensor, value)

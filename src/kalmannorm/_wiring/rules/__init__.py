@@ -1,1 +1,1 @@
-"""The rules: what a transition knows about each recorded operation."""
+"""Rules of the transitions, for each recorded operation."""

@@ -1,4 +1,4 @@
-"""The arguments of a recorded call by their names, however they were given."""
+"""The arguments of a recorded call by name, whether they were passed by position or by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO = {"input": None, "other": None, "alpha": 1}
 
 
 def named(op: Op, signature: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under the signature's names, defaults for what was not given; surplus ones dropped."""
+    """All arguments by the names of the signature, with defaults. Additional positional arguments are dropped."""
     found = dict(signature)
     for name, value in zip(signature, op.args, strict=False):
         found[name] = value

@@ -1,8 +1,8 @@
-"""Transition `weights`: what is believed of every tensor, from parameters alone, by the rules of `kalmannorm.moments`.
+"""Transition `weights`: the belief about every tensor, from parameters alone, by the rules of `kalmannorm.moments`.
 
 `Beliefs` reads a trace and adds steps to a program. Each tensor gets a step with K moments, and labels that say which
-of them each element has; or an `Unknown` with the reason. First come the rules, one method for each kind of operation,
-then the methods that the rules share.
+of them each element has. If that is not possible, it gets an `Unknown` with the reason. The rules come first, one
+method for each kind of operation. The methods that the rules share follow.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Unknown:
 
 
 Belief = Labelled | Unknown
-Coefficient = float | Labelled  # a number, or one without variance for each element
+Coefficient = float | Labelled  # a number, or a number without variance for each element
 _MOST_TERMS = 64
 
 
 class Beliefs:
-    """Interprets a trace; `prior(call)` then gives the step that predicts what a norm reads."""
+    """Interprets a trace. `prior(call)` then returns the step that predicts the input of a norm."""
 
     def __init__(self, trace: Trace, program: Program, identities: list[int], norm_steps: dict[int, int]) -> None:
         self.trace, self.program = trace, program
         self.statics = Statics(trace, program)
         self.beliefs: dict[int, Belief] = {}
-        self.averages: dict[int, int] = {}  # values that sum to 1 along an axis, as softmax makes them
-        self.terms: dict[int, dict[int, Coefficient]] = {}  # values that are known to be weighted sums of others
+        self.averages: dict[int, int] = {}  # values that sum to 1 along an axis, such as outputs of softmax
+        self.terms: dict[int, dict[int, Coefficient]] = {}  # values that are weighted sums of other values
         self.identities, self.norm_steps = identities, norm_steps
         for op in trace.ops:
             if op.norm is not None or any(trace.values[i].fed for i in op.inputs):
@@ -84,7 +84,7 @@ class Beliefs:
             result = Unknown(f"no rule for {op.name}{where}") if rule is None else rule(op)
         except NoBeliefError as reason:
             result = Unknown(str(reason) if reason.told else f"{reason}{where}")
-        except Exception as error:  # a call that its rule did not think of
+        except Exception as error:  # a kind of call that its rule does not handle
             result = Unknown(f"{op.name}: {type(error).__name__}: {error}{where}")
         results = result if isinstance(result, list) else [result] * len(op.outputs)
         if len(results) != len(op.outputs):
@@ -152,7 +152,7 @@ class Beliefs:
         argument = op.args[0] if op.args else op.kwargs["input"]
         state, shape = self._known(argument), self._shape(argument)
         if any(size > 1 for size in state.labels.shape[2:]):
-            # Padded before: every channel is a mixture with the padding, and stays one.
+            # The tensor was padded before: every channel is already a mixture with the padding, and stays one.
             state = self._channels_of(op, self.by_channel(state, 1, shape), 1)
         if op.name.startswith("adaptive_avg"):
             window = torch.Size(shape).numel() / torch.Size(self.trace.values[op.outputs[0]].shape).numel()
@@ -202,7 +202,7 @@ class Beliefs:
         step = self.program.add(AffineBelief(steps, tuple(parts), size))
         state = self.belief(self.trace.values[given["input"].index])
         if isinstance(state, Labelled) and axes == 1 and (layered or grouped):
-            # Norms across channels leave each its own mean and variance, of which something is known here.
+            # A norm across channels leaves each channel its own mean and variance. The belief contains some of this.
             groups = 1 if layered else given["num_groups"]
             before = self.by_channel(state, -1 if layered else 1, shape)
             step = self.program.add(Standardized((before, *steps), tuple(parts), groups, op.name != "rms_norm"))
@@ -235,7 +235,7 @@ class Beliefs:
         for one, other in ((a, b), (b, a)):
             if self._random(other):
                 self._weighted(op.outputs[0], one.index, 1.0)
-                return self._known(one)  # stochastic depth: the same in expectation
+                return self._known(one)  # stochastic depth: unchanged in expectation
             if not isinstance(other, Ref):
                 self._weighted(op.outputs[0], one.index, other)
                 return self._apply(algebra.scale, self._known(one), factor=other)
@@ -269,7 +269,7 @@ class Beliefs:
         state, shape = self._known(given["input"]), self._shape(given["input"])
         pad = list(given["pad"])
         value = float(given["value"] or 0)
-        # A border like the rest, or one of -inf, which the maximum that follows never takes.
+        # The border has values like the rest. Or it is -inf, which the max pooling that follows never selects.
         if given["mode"] != "constant" or math.isinf(value):
             if any(size > 1 for size in state.labels.shape[len(shape) - len(pad) // 2 :]):
                 raise NoBeliefError("padding of channels")
@@ -282,7 +282,7 @@ class Beliefs:
             return self._rearrange(op)
         given = op.args[0] if op.args else op.kwargs["input"]
         state, shape = self._known(given), self._shape(given)
-        # F.unfold pads with zeros and takes no integers.
+        # F.unfold pads with zeros and does not accept integers.
         labels = (state.labels + 1).double().expand(shape)
         unfolded = relabel.on_labels(self.trace, op, labels).round().long() - 1
         return self._with_constant(state, 0.0, torch.where(unfolded < 0, state.size, unfolded))
@@ -313,14 +313,14 @@ class Beliefs:
             return self._both(algebra.product, self._known(a), self._apply(reciprocal, self._known(b)))
         inverse = self.statics.reciprocal(self.trace.values[b.index])
         if inverse is None:
-            raise NoBeliefError("a constant that cannot be made again")
+            raise NoBeliefError("a constant that cannot be computed again")
         shape = self._shape(b)
         size = torch.Size(shape).numel()
         divisor = Labelled(self.program.add(Static((inverse,))), size, torch.arange(size).reshape(shape))
         return self._both(algebra.product, self._known(a), divisor)
 
     def _normalize(self, op: Op) -> Belief:
-        """x / |x|: the length of many values hardly varies, so it is taken as fixed."""
+        """x / |x|. The length of many values hardly varies, so it is taken as a constant."""
         given = arguments.named(op, arguments.NORMALIZE)
         state, shape = self._known(given["input"]), self._shape(given["input"])
         if given["p"] != 2 or not isinstance(given["dim"], int):
@@ -337,7 +337,7 @@ class Beliefs:
         return replace(state, step=self.program.add(Softmax((state.step,), shape[axis])))
 
     def _follow_average(self, op: Op, argument: Ref) -> None:
-        """Where the axis of a softmax goes when two axes are swapped; other moves lose it."""
+        """Follow the axis of a softmax if two axes are swapped. Other rearrangements lose it."""
         axis, rank = self.averages.get(argument.index), len(self._shape(argument))
         if axis is not None and op.name in ("transpose", "swapaxes", "swapdims") and len(op.args) == 3:
             one, other = (int(a) % rank for a in op.args[1:])
@@ -368,7 +368,7 @@ class Beliefs:
         return self._contract(given[0], given[1], names[0], names[1], out)
 
     def _contract(self, a: Ref, b: Ref, of_a: str, of_b: str, out: str) -> Belief:
-        """An einsum of two. Where one of them holds weights that sum to 1 over what is summed, it is an average."""
+        """An einsum of two tensors. If one of them has weights that sum to 1 over the summed axes, it is an average."""
         summed = "".join(dict.fromkeys(name for name in of_a + of_b if name not in out))
         sizes = dict(zip(of_a, self._shape(a), strict=True)) | dict(zip(of_b, self._shape(b), strict=True))
         shape = tuple(sizes[name] for name in out + summed)
@@ -383,7 +383,7 @@ class Beliefs:
         return self._without(self._summed(both, axes, shape), axes)
 
     def _spread(self, argument: Ref, names: str, order: str) -> Labelled:
-        """With an axis for every name of `order`."""
+        """Give the tensor an axis for every name in `order`."""
         state = self._known(argument)
         labels = state.labels.permute([names.index(name) for name in order if name in names])
         for axis, name in enumerate(order):
@@ -412,15 +412,15 @@ class Beliefs:
         step = self.statics.step(value)
         numel = torch.Size(value.shape).numel()
         if step is None:
-            return Unknown("a constant that cannot be made again")
+            return Unknown("a constant that cannot be computed again")
         if numel > layout.LARGEST or not value.dtype.is_floating_point:
-            return Unknown(f"a constant of {numel} values of {value.dtype}")
+            return Unknown(f"a constant with {numel} values of type {value.dtype}")
         labels = torch.arange(numel).reshape(value.shape)
         self.beliefs[value.index] = Labelled(self.program.add(Static((step,))), numel, labels)
         return self.beliefs[value.index]
 
     def by_channel(self, state: Labelled, axis: int, shape: tuple[int, ...]) -> int:
-        """The step that has one entry per channel along `axis`."""
+        """The step with one entry per channel along `axis`."""
         entries, share = layout.channels(state.labels, axis, shape)
         if share is None:
             return selected(self.program, state.step, entries, state.size)
@@ -430,7 +430,7 @@ class Beliefs:
 
     def _known(self, argument: Any) -> Labelled:
         if not isinstance(argument, Ref):
-            raise NoBeliefError("an argument that is no tensor")
+            raise NoBeliefError("an argument that is not a tensor")
         state = self.belief(self.trace.values[argument.index])
         if isinstance(state, Unknown):
             raise NoBeliefError(state.reason, told=True)
@@ -440,7 +440,7 @@ class Beliefs:
         return self.trace.values[argument.index].shape
 
     def _static(self, argument: Any) -> int | None:
-        """The step of a tensor that no data has entered; None for None."""
+        """The step of a tensor that does not depend on data. None for None."""
         if argument is None:
             return None
         value = self.trace.values[argument.index]
@@ -462,7 +462,7 @@ class Beliefs:
             return Labelled(combined(self.program, function, [a.step, b.step]), a.size, a.labels)
         labels, of_a, of_b = layout.pair(a.labels, b.labels, b.size)
         if of_a.numel() > layout.LARGEST:
-            raise NoBeliefError("a belief of too many entries")
+            raise NoBeliefError("a belief with too many entries")
         steps = [selected(self.program, a.step, of_a, a.size), selected(self.program, b.step, of_b, b.size)]
         return Labelled(combined(self.program, function, steps), of_a.numel(), labels)
 
@@ -470,7 +470,7 @@ class Beliefs:
         return isinstance(argument, Ref) and self.trace.values[argument.index].random
 
     def _with_constant(self, state: Labelled, value: float, labels: Tensor) -> Labelled:
-        """Labels may now hold the entry after the last: a number that is always the same."""
+        """Append an entry for a constant number. The labels may now contain the index of this entry."""
         constant = self.program.add(Static((self.program.constant(torch.tensor([value])),)))
         step = combined(self.program, algebra.concatenate, [state.step, constant])
         return Labelled(step, state.size + 1, layout.reduce(labels))
@@ -497,12 +497,14 @@ class Beliefs:
         return a + b
 
     def _weighted(self, out: int, of: int, factor: Coefficient) -> None:
-        """Remember that a value is another one times a factor."""
+        """Remember that a value is a factor times another value."""
         self.terms[out] = {base: self._times(own, factor) for base, own in self._terms(of).items()}
 
     def _added(self, out: int, a: int, b: int, factor: float) -> Labelled | None:
-        """Remember that a value is a + factor b. Where the two have a term in common, as in x + α (f - x), the belief
-        that comes of adding up its coefficients; else None."""
+        """Remember that a value is a + factor b.
+
+        If the two have a term in common, as in x + α (f - x), return the belief with its coefficients added. Else None.
+        """
         first, second = self._terms(a), self._terms(b)
         if len(first) + len(second) > _MOST_TERMS:
             return None
@@ -523,9 +525,10 @@ class Beliefs:
         return total
 
     def _summed(self, state: Labelled, axes: list[int], shape: tuple[int, ...], *, mean: bool = False) -> Labelled:
-        """The sum or mean over axes, which stay with size 1.
+        """The sum or mean over axes, which are kept with size 1.
 
-        Different entries are taken as independent; positions of one entry are neither that nor alike: see `averaged`.
+        Different entries are taken as independent. Positions of one entry are neither independent nor equal: see
+        `averaged`.
         """
         labels, rows, repeats = layout.gathered(state.labels, axes, shape)
         total = torch.Size([shape[axis] for axis in axes]).numel()

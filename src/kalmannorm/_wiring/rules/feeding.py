@@ -1,8 +1,8 @@
 """Which norms feed each norm, channel by channel.
 
-The trace knows it tensor by tensor. Where features of several norms are put side by side and then parted again, as
-shuffled and split channels are, that says too much: a half may hold none of what a third of the whole came from. So
-concatenations are followed by labels, until a layer mixes the channels.
+The trace knows the sources of whole tensors only. That is too coarse if features of several norms are concatenated and
+split again, as in channel shuffles: a part may not contain channels of every source. So concatenations are followed by
+labels, until a layer mixes the channels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kalmannorm._wiring.rules.unary import UNARY
 
 @dataclass(frozen=True)
 class Fed:
-    """For each label the calls of norms that feed it, as bits; without labels one for the whole tensor."""
+    """The norm calls that feed each label, as bits. Without labels there is one entry for the whole tensor."""
 
     masks: tuple[int, ...]
     labels: Tensor | None = None
@@ -36,11 +36,11 @@ class Fed:
 
 
 class Feeding:
-    """Reads a trace; `sources(call)` gives the calls that feed this one with no norm between."""
+    """Reads a trace. `sources(call)` returns the calls that feed this call, with no norm between."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.parted: dict[int, Fed] = {}  # where it is less than the trace says, or differs between channels
+        self.parted: dict[int, Fed] = {}  # values whose sources differ between channels, or are fewer than in the trace
         for op in trace.ops:
             if op.norm is None and any(trace.values[i].sources for i in op.outputs):
                 self._follow(op)
@@ -56,7 +56,8 @@ class Feeding:
         for index, fed in zip(op.outputs, self._through(op), strict=True):
             value = self.trace.values[index]
             masks = tuple(mask & value.sources for mask in fed.masks)
-            # A tensor that took another's data keeps its own gradient, of which the operation's input knows nothing.
+            # A tensor that took the data of another one keeps its own sources too. The operation's input does not have
+            # them.
             if op.name == "identity" and not any(masks):
                 continue
             if fed.labels is not None or masks != (value.sources,):

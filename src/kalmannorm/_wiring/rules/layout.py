@@ -1,10 +1,10 @@
-"""Where channels lie in a tensor: labels, one small integer tensor per value.
+"""Labels: a small integer tensor that says which channel each element of a tensor belongs to.
 
-A belief is a vector of K moments. `labels`, of the tensor's rank and broadcasting to its shape, say which of them each
-element has; an axis along which they do not change has size 1. A convolution's output carries `arange(C)` along axis 1.
-Views, permutations, slices, chunks, shuffles and concatenations are then nothing to know about: the same function runs
-on the labels. Where a layer needs one belief per channel again, they are read off: one label for a channel is a
-selection, several are a mixture.
+A belief is a vector of K moments. Its `labels` have the rank of the tensor and broadcast to its shape. They say which
+entry of the belief each element has. An axis along which they do not change has size 1. The output of a convolution has
+`arange(C)` along axis 1. Views, permutations, slices, chunks, shuffles and concatenations need no rules, because the
+same function runs on the labels. If a layer needs one belief per channel, it is computed from the labels: one label per
+channel is a selection, several labels are a mixture.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 LARGEST = 1 << 21
-"""Beliefs with more entries than this are given up; they come from large per-position constants only."""
+"""Larger beliefs are not computed. Only large constants with a value per position lead to them."""
 
 
 def along(axis: int, size: int, rank: int) -> Tensor:
-    """The labels of a tensor whose channels lie along one axis."""
+    """The labels of a tensor with its channels along one axis."""
     shape = [1] * rank
     shape[axis] = size
     return torch.arange(size).reshape(shape)
 
 
 def reduce(labels: Tensor) -> Tensor:
-    """Axes along which nothing changes get size 1."""
+    """Give size 1 to axes along which the labels do not change."""
     for axis, (size, stride) in enumerate(zip(labels.shape, labels.stride(), strict=True)):
         first = labels.narrow(axis, 0, 1) if size else labels
         if size > 1 and (stride == 0 or bool((labels == first).all())):
@@ -39,7 +39,7 @@ def _aligned(labels: Tensor, rank: int) -> Tensor:
 
 
 def pair(first: Tensor, second: Tensor, second_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of two operands that broadcast: labels of the result, and the entry of each operand that every label takes."""
+    """For two operands that broadcast: the labels of the result, and each operand's entry for every label."""
     rank = max(first.dim(), second.dim())
     first, second = _aligned(first, rank), _aligned(second, rank)
     codes, labels = torch.unique(first * second_size + second, return_inverse=True)
@@ -47,7 +47,7 @@ def pair(first: Tensor, second: Tensor, second_size: int) -> tuple[Tensor, Tenso
 
 
 def channels(labels: Tensor, axis: int, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """One entry per channel along `axis`: (C,) where each has one, else (C, n), whose rows are mixed evenly.
+    """One entry per channel along `axis`: (C,) if each channel has one label, else (C, n), whose rows are mixtures.
 
     Returns the entries and, for mixtures, how often each of them occurs, (C, n).
     """
@@ -63,8 +63,11 @@ def channels(labels: Tensor, axis: int, shape: Sequence[int]) -> tuple[Tensor, T
 
 
 def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """What a reduction over `axes` brings together: new labels (reduced axes of size 1), the entries that each new
-    label sums, (K', n), and over how many positions each of them repeats."""
+    """The labels after a reduction over `axes`.
+
+    Returns the new labels (reduced axes have size 1), the entries that each new label sums, (K', n), and the number of
+    positions over which each of them repeats.
+    """
     varying = [axis for axis in axes if labels.shape[axis] > 1]
     still = [axis for axis in range(labels.dim()) if axis not in varying]
     repeats = 1
@@ -80,7 +83,7 @@ def gathered(labels: Tensor, axes: Sequence[int], shape: Sequence[int]) -> tuple
 
 
 def counted(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of rows of entries, (K, n), each row's different ones and how often each occurs, both (K, u)."""
+    """For rows of entries, (K, n): the distinct entries of each row and how often each occurs, both (K, u)."""
     ordered = rows.sort(1).values
     place = torch.zeros_like(ordered)
     place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
@@ -92,5 +95,5 @@ def counted(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def broadcasts(labels: Tensor, shape: Sequence[int]) -> bool:
-    """Whether labels can be those of a tensor of this shape."""
+    """Whether labels of this form fit a tensor of this shape."""
     return labels.dim() == len(shape) and all(size in (1, full) for size, full in zip(labels.shape, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Which torch functions are of a kind, by the names that `records.function_name` gives them."""
+"""Lists of torch functions of one kind, by the names from `records.function_name`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SAME = {
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
     "requires_grad", "data", "identity", "pin_memory", "nan_to_num",
 }  # fmt: skip
-"""Leave every element what and where it is, in expectation."""
+"""Every element stays the same and in its place, in expectation."""
 
 REARRANGEMENTS = {
     "view", "reshape", "flatten", "unflatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis",
@@ -17,7 +17,7 @@ REARRANGEMENTS = {
     "vstack", "dstack", "view_as", "reshape_as", "T", "mT", "t", "H", "mH", "index_select", "take_along_dim",
     "diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel",
 }  # fmt: skip
-"""Move elements about: the same function runs on the labels."""
+"""Elements are only rearranged: the same function runs on the labels."""
 
 POOLS = {
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d",
@@ -26,7 +26,7 @@ POOLS = {
     "fractional_max_pool2d", "interpolate", "upsample", "upsample_nearest", "upsample_bilinear", "max_unpool2d",
     "grid_sample", "blur_pool2d",
 }  # fmt: skip
-"""Bring neighbouring positions of one channel together, or spread them out; channels stay apart."""
+"""Combine or repeat neighbouring positions of one channel. Channels are not mixed."""
 
 MEANS = {"mean", "sum", "amax", "amin", "max", "min"}
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}

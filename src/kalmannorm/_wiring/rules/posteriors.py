@@ -1,9 +1,9 @@
-"""Transition `learned`: which posteriors of this forward reach a norm, and in what arrangement.
+"""Transition `learned`: which posteriors of this forward reach a norm, and in which order.
 
-Activations, pooling, dropout and up-sampling leave a posterior; concatenation concatenates, addition sums means and
-variances; a convolution or linear layer leaves it too, for A does the mapping. A product passes the operand at full
-spatial size and ignores the gate. Where entries no longer belong to channels, they travel as a bag: whatever meets is
-put side by side, and A sorts it out.
+Activations, pooling, dropout and up-sampling leave a posterior unchanged. Concatenation concatenates. Addition sums
+means and variances. A convolution or linear layer also leaves the posterior unchanged, because A does the mapping. A
+product passes on the operand of full spatial size and ignores the gate. If entries no longer belong to channels, they
+form a bag: the posteriors that reach an operation are concatenated, and A learns what to do with them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kalmannorm._wiring.rules.unary import UNARY
 
 @dataclass(frozen=True)
 class Arrival:
-    """A step of `size` moments; `labels` where each still belongs to a channel, else None: a bag.
+    """A step of `size` moments. `labels` is None in a bag, where entries no longer belong to channels.
 
-    `parts` are the steps side by side in a bag, so that none is put in twice.
+    `parts` are the steps that a bag concatenates, so that none of them is added twice.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Arrival:
 
 
 class Posteriors:
-    """Interprets a trace; `prior(call)` gives the step with the posteriors that reach a norm, and their number."""
+    """Interprets a trace. `prior(call)` returns the step with the posteriors that reach a norm, and their number."""
 
     def __init__(self, trace: Trace, program: Program, identities: list[int], norm_steps: dict[int, int]) -> None:
         self.trace, self.program, self.identities, self.norm_steps = trace, program, identities, norm_steps
@@ -59,7 +59,7 @@ class Posteriors:
         return state.step, state.size
 
     def _entering(self, state: Arrival, axis: int, shape: tuple[int, ...]) -> Arrival:
-        """Only the channels that a layer really reads, still one entry each."""
+        """The channels that a layer reads, with one entry each."""
         if state.labels is None:
             return state
         entries, share = layout.channels(state.labels, axis % len(shape), shape)
@@ -81,7 +81,7 @@ class Posteriors:
     def _states(self, op: Op) -> list[Arrival | None]:
         try:
             states = self._interpret(op)
-        except Exception:  # a call that its rule did not think of
+        except Exception:  # a kind of call that its rule does not handle
             states = []
         if len(states) == len(op.outputs):
             return states
@@ -159,7 +159,7 @@ class Posteriors:
         return Arrival(combined(self.program, algebra.add, [s.step for s in states]), first.size, first.labels)
 
     def _rearrange(self, op: Op) -> list[Arrival | None] | None:
-        """Views, slices and concatenations of what still belongs to channels; None where that is lost."""
+        """Views, slices and concatenations of entries that belong to channels. None if they no longer do."""
         try:
             given = [self.arrivals.get(ref.index) for ref in relabel.operands(op)]
             labelled = [

@@ -17,7 +17,7 @@ from kalmannorm._wiring.rules import layout
 
 @dataclass(frozen=True)
 class Labelled:
-    """A step of `size` moments, and for every element of a tensor which of them it has."""
+    """A step of `size` moments, and labels that say which of them each element of a tensor has."""
 
     step: int
     size: int
@@ -25,32 +25,32 @@ class Labelled:
 
 
 class NoBeliefError(Exception):
-    """No belief: the message says why. `told` where it was said at an earlier operation."""
+    """There is no belief. The message gives the reason. `told` is True if an earlier operation gave it already."""
 
     def __init__(self, reason: str, told: bool = False) -> None:
         super().__init__(reason)
         self.told = told
 
 
-_FIRST = ("input", "self", "tensors", "x")  # what functions call their first argument
+_FIRST = ("input", "self", "tensors", "x")  # names that functions have for their first argument
 
 
 def _first(op: Op) -> Any:
-    """The first argument, however it was given."""
+    """The first argument, passed by position or by name."""
     return op.args[0] if op.args else next((op.kwargs[name] for name in _FIRST if name in op.kwargs), None)
 
 
 def operands(op: Op) -> list[Ref]:
-    """The tensors that are moved: the first argument, which may be a list."""
+    """The tensors that are rearranged: the first argument, which may be a list."""
     first = _first(op)
     parts = list(first) if isinstance(first, (list, tuple)) else [first]
     if not parts or not all(isinstance(part, Ref) for part in parts):
-        raise NoBeliefError(f"{op.name} of something that is no tensor")
+        raise NoBeliefError(f"{op.name} of an argument that is not a tensor")
     return parts
 
 
 def relabelled(program: Program, trace: Trace, op: Op, given: Sequence[Labelled]) -> list[Labelled]:
-    """What each output holds, from what the operands hold."""
+    """The step and labels of each output, from those of the operands."""
     try:
         return _relabelled(program, trace, op, given)
     except NoBeliefError:
@@ -80,12 +80,12 @@ def _relabelled(program: Program, trace: Trace, op: Op, given: Sequence[Labelled
 
 
 def on_labels(trace: Trace, op: Op, labels: Any) -> Any:
-    """The recorded call with labels for its first argument."""
+    """Repeat the recorded call, with labels as its first argument."""
     rest = [_constant(trace, a) for a in op.args[1:]]
     kwargs = {name: a if name in _FIRST else _constant(trace, a) for name, a in op.kwargs.items()}
     if not op.args:
         kwargs.pop(next(name for name in _FIRST if name in kwargs))
-    # Labels lie otherwise in memory than the tensor did, which matters to `view` alone.
+    # The memory layout of the labels differs from that of the tensor. Only `view` depends on it.
     name = "reshape" if op.name == "view" and not _retypes(rest) else op.name
     func = op.func if op.func is not None and name == op.name else getattr(torch.Tensor, name)
     try:
@@ -115,9 +115,9 @@ def _axis(op: Op) -> int:
 
 
 def _needed(shapes: list[tuple[int, ...]], labels: list[Tensor], axis: int) -> list[tuple[int, ...]]:
-    """Shapes in which a concatenation of labels says all, without spreading them over every position."""
+    """Shapes that are large enough to concatenate the labels. They are not expanded over every position."""
     rank = max(len(shape) for shape in shapes)
-    # An empty vector is welcome in any concatenation, and adds nothing.
+    # Any concatenation accepts an empty vector, which adds nothing.
     parts = [part for part in labels if part.dim() == rank]
     varying = [any(part.shape[i] > 1 for part in parts) or i == axis % rank for i in range(rank)]
     return [

@@ -1,7 +1,7 @@
-"""Tensors that no data has entered: parameters, buffers, constants, and what the model's code makes of them.
+"""Tensors that do not depend on data: parameters, buffers, constants, and tensors that the model computes from them.
 
-A standardized weight, a layer scale reshaped, a frozen norm's shift: the functions that made them in the trace become
-steps that make them again from the parameters of the moment, with their gradients.
+Examples are a standardized weight, a reshaped layer scale and the shift of a frozen norm. The functions that made them
+in the trace become steps. The steps compute them again from the current parameters, with gradients.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from kalmannorm._wiring.weak_modules import WeakModule
 
 
 def get_attribute(tensor: Tensor, name: str) -> Any:
-    """`w.T` as a function that can be copied and saved; torch's getters cannot."""
+    """`w.T` as a function that can be copied and pickled. The getters of torch cannot."""
     return getattr(tensor, name)
 
 
 def _again(op: Op) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """The function and arguments that make an operation's result once more; None where that would write somewhere, or
-    where the function cannot be saved with the model."""
+    """The function and arguments that compute an operation's result again.
+
+    None if that would write into a tensor, or if the function cannot be saved with the model.
+    """
     name = getattr(op.func, "__name__", "")
     if op.func is None or (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
         return None
@@ -46,7 +48,7 @@ class Statics:
         self._steps: dict[int, int | None] = {}
 
     def step(self, value: Value) -> int | None:
-        """The step that gives this tensor; None where it cannot be made again."""
+        """The step that computes this tensor. None if it cannot be computed again."""
         if value.index not in self._steps:
             step = self._make(value)
             if step is not None and value.cut:

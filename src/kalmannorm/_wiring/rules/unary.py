@@ -1,4 +1,4 @@
-"""Functions of one feature: how each carries a belief, and the options it was called with."""
+"""Functions of one tensor: the moments after each of them, and the options of the call."""
 
 from __future__ import annotations
 
@@ -63,29 +63,29 @@ def softsign(m: Moments) -> Moments:
 
 
 def averaged(m: Moments, positions: int) -> Moments:
-    """The mean of so many positions: variance / √n, between positions all alike (1) and independent (n).
+    """The mean over n positions: variance / √n. Equal positions would give variance, independent ones variance / n.
 
-    A compromise, for how far neighbours agree is not known from moments; docs/families.md has what it does on noise and
-    on a few photographs. Too small a prior costs a norm at most a factor q of its variance, one too large knows no
-    bound.
+    This is a compromise, because moments do not tell how strongly neighbours correlate. docs/families.md shows its
+    effect on noise and on a few photographs. If the prior variance is too small, the norm's variance is wrong by at
+    most a factor q. If it is too large, the error has no bound.
     """
     return Moments(m.mean, m.var / math.sqrt(positions))
 
 
 def second_moment(m: Moments) -> Moments:
-    """E x², as a number that does not vary: what averages and lengths of many values come to."""
+    """E x², as a number without variance: the limit of averages and lengths over many values."""
     second = m.mean.square() + m.var
     return Moments(second, torch.zeros_like(second))
 
 
 def inverse_root(m: Moments) -> Moments:
-    """x^-½ of a number that does not vary."""
+    """x^-½ of a number without variance."""
     root = m.mean.clamp(min=1e-12).rsqrt()
     return Moments(root, torch.zeros_like(root))
 
 
 def reciprocal(m: Moments) -> Moments:
-    """1/x to first order, 1/m and v/m⁴, and finite where x may be zero."""
+    """1/x to first order: mean 1/m, variance v/m⁴. Finite even if x may be zero."""
     second = (m.mean.square() + m.var).clamp(min=1e-12)
     return Moments(m.mean / second, m.var / second.square())
 
@@ -120,7 +120,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def activation_options(op: Op) -> dict[str, Any] | None:
-    """The options that shape the function, without `inplace`; None where no rule takes them."""
+    """The options that change the function, without `inplace`. None if no rule handles them."""
     signature = _OPTIONS.get(op.name, {})
     given = named(op, {"input": None, **signature})
     options = {name: given[name] for name in signature}
@@ -132,7 +132,7 @@ def activation_options(op: Op) -> dict[str, Any] | None:
 
 
 def gated(program: Program, x: int, gate: int) -> str | None:
-    """The name of f where the step `gate` is f of the step `x`, so that their product is x f(x)."""
+    """If the step `gate` is f of the step `x`, the name of f. Their product is then x f(x)."""
     step = program.steps[gate]
     if not isinstance(step, Apply) or step.inputs != (x,) or step.options:
         return None

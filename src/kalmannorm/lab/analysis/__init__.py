@@ -1,1 +1,1 @@
-"""What the norms of a trained model see: prior, observation and posterior, and how far they stray from inference."""
+"""What the norms of a trained model see: prior, observation and posterior, and how far they differ from inference."""

@@ -1,4 +1,4 @@
-"""Analyse a run: what its norms predict, see and use, layer by layer, and how far that strays from inference.
+"""Analyses a run: the prior, observation and posterior of each norm, and how far they differ from inference.
 
 RUN/analysis/layers.json          {"layers": [LayerStatistics, …], "examples", "step"}
 RUN/analysis/variance-gap.json    {"layers": [LayerGap, …], "overall", "statistics_batch", "examples", "of", "step"}
@@ -20,7 +20,7 @@ __all__ = ["Analysis", "LayerGap", "LayerStatistics", "analyse", "layer_statisti
 
 @dataclass(frozen=True)
 class Analysis:
-    """Of one run after `step` of its `steps`; both lists are in the order of the model."""
+    """The analysis of one run after `step` of its `steps`. Both lists are in the order of the model."""
 
     layers: list[LayerStatistics]
     gaps: list[LayerGap]
@@ -33,11 +33,11 @@ class Analysis:
 
     @property
     def gains(self) -> dict[str, float]:
-        """q of every norm with a prior."""
+        """The gain q of every norm with a prior."""
         return {layer.name: layer.gain for layer in self.layers if layer.gain is not None}
 
     def summary(self) -> Record:
-        """One row per layer without the channels: what a script or a table wants."""
+        """One row per layer without the channels, for scripts and tables."""
         gaps = {gap.name: gap for gap in self.gaps}
         rows = []
         for layer in self.layers:
@@ -49,7 +49,7 @@ class Analysis:
 
 
 def _error(layer: LayerStatistics) -> float | None:
-    """The average |prior variance - observed| relative to what is observed."""
+    """The average |prior variance - observed variance|, relative to the observed variance."""
     if layer.prior_var is None:
         return None
     pairs = zip(layer.prior_var, layer.observed_var, strict=True)
@@ -65,10 +65,10 @@ def analyse(
     data_root: Path | None = None,
     workers: int = 4,
 ) -> Analysis:
-    """Analyse a run, finished or at its last checkpoint, and write what is found beside it.
+    """Analyse a run, finished or at its last checkpoint, and write the results into its folder.
 
-    The layers' statistics are averages over `batches` gradient batches of training images, augmented as in training;
-    the variance gap is over the whole training set, or its first `max_groups` groups, not augmented.
+    The statistics of layers are averages over `batches` gradient batches of training images, augmented as in training.
+    The variance gap is computed over the whole training set, or its first `max_groups` groups, without augmentation.
     """
     from kalmannorm.lab.training.loading import load_run
 

@@ -1,12 +1,13 @@
-"""The variance gap: how far the variance that training normalizes with strays from the one that inference uses.
+"""The variance gap: how far the variance used in training differs from the one used in inference.
 
     gap = (var - running) / (running + eps)        per channel and group of m examples, over the training set
 
-`var` is the variance of the group's posterior: for batch norm that is the batch's own, for BKN the fused one. A second
-figure takes the raw observation S instead, against its own moving average: what this net would show without a prior.
+`var` is the variance of the group's posterior. For batch norm that is the variance of the group itself. A second figure
+uses the raw observation S instead, with its own running average. It shows the gap that this network would have without
+a prior.
 
-The moving variance counts the variance of group means too (`total_variance`), so that groups of m fall short of it on
-average; `spread`, the standard deviation over groups relative to their mean, is free of that.
+The running variance includes the variance of group means (`total_variance`), so groups of m are below it on average.
+`spread`, the standard deviation over groups relative to their mean, does not have this offset.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from kalmannorm.lab.data.protocol import Batch, Data
 from kalmannorm.lab.errors import LabError
 
 MOST_CHANNELS, MOST_BATCHES = 64, 200
-"""Of the heat map; the summaries are of all."""
+"""The most rows and columns of the heat map. The summaries use all of them."""
 
 
 @dataclass(frozen=True)
 class LayerGap:
-    """One norm. `gap` has rows of channels and columns of groups, thinned evenly; where there is no prior, what is
-    observed is what normalizes, and the figures of both are the same."""
+    """One norm. `gap` has a row per channel and a column per group, reduced evenly.
+
+    Without a prior the posterior is the observation, and the figures of both are equal.
+    """
 
     name: str
     channels: int
@@ -47,7 +50,7 @@ class LayerGap:
 
 
 def overall(layers: Iterable[LayerGap]) -> dict[str, float]:
-    """Over all channels of all layers, each counted once."""
+    """Averages over all channels of all layers, with equal weights."""
     found = list(layers)
     channels = sum(layer.channels for layer in found)
     names = ("mean_abs", "spread", "observed_mean_abs", "observed_spread")
@@ -57,10 +60,10 @@ def overall(layers: Iterable[LayerGap]) -> dict[str, float]:
 def variance_gap(
     model: nn.Module, data: Data, statistics_batch: int, *, batch: int = 256, max_groups: int | None = None
 ) -> list[LayerGap]:
-    """Of every norm that ran, in the order of the model, which is left as it was.
+    """The gap of every norm that ran, in the order of the model. The model stays unchanged.
 
-    The training set goes by in groups of `statistics_batch`, shuffled (an image folder lies in the order of its
-    classes) and not augmented, about `batch` examples at a time; `max_groups` cuts it short.
+    The training set is divided into groups of `statistics_batch`. It is shuffled, because an image folder is ordered by
+    class, and not augmented. About `batch` examples run at a time. `max_groups` limits the number of groups.
     """
     size, groups = whole_groups(data.train_size, statistics_batch, batch)
     if max_groups is not None:
@@ -78,8 +81,11 @@ def variance_gap(
 
 
 def whole_groups(examples: int, statistics_batch: int, batch: int) -> tuple[int, int]:
-    """Examples to run at a time, and groups in all: of the sizes from batch / 2 to batch the one that leaves out the
-    fewest examples, which for most sets is none but those that fill no group."""
+    """Examples per batch, and the number of all groups.
+
+    Of the sizes from batch / 2 to batch it takes the one that omits the fewest examples. For most data sets these are
+    only the ones that fill no group.
+    """
     groups = examples // statistics_batch
     most = min(max(batch // statistics_batch, 1), groups)
     if most < 1:
@@ -97,12 +103,12 @@ def _first(batches: Iterable[Batch], examples: int) -> Iterator[Tensor]:
 
 
 def _evenly(count: int, most: int) -> list[int]:
-    """At most so many of range(count), spread over all of it."""
+    """At most `most` numbers of range(count), evenly spaced."""
     return list(range(count)) if count <= most else [i * count // most for i in range(most)]
 
 
 class _Gap:
-    """Of one variance against its moving average: summaries of all groups, and the columns of the heat map."""
+    """The gap of one variance to its running average: summaries of all groups, and the columns of the heat map."""
 
     def __init__(self, running: Tensor, eps: float, columns: list[int]) -> None:
         self.running, self.eps = running.detach().double(), eps
@@ -115,7 +121,7 @@ class _Gap:
     def add(self, var_GC: Tensor) -> None:
         gap = (var_GC.double() - self.running) / (self.running + self.eps)
         self.absolute += gap.abs().sum(0)
-        # Sums of the relative gap, not of the variance: of order 1, so that nothing cancels.
+        # Sums of the relative gap, not of the variance. It has order 1, so no digits cancel.
         self.total += gap.sum(0)
         self.squares += gap.square().sum(0)
         chosen = [g for g in range(len(gap)) if self.groups + g in self.wanted]

@@ -1,4 +1,4 @@
-"""Prior, observation and posterior of every norm beside its running statistics, averaged over groups."""
+"""Prior, observation, posterior and running statistics of every norm, averaged over groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Numbers = list[float]
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One norm, per channel; what is named prior_… is None where it has no prior, `gain` then too."""
+    """One norm, per channel. Without a prior, `gain` and all fields named prior_… are None."""
 
     name: str
     channels: int
@@ -55,10 +55,11 @@ class Average:
 
 
 def layer_statistics(model: nn.Module, batches: Iterable[Tensor]) -> list[LayerStatistics]:
-    """Of every norm that ran, in the order of the model; `batches` are images, of whole groups as in training.
+    """The statistics of every norm that ran, in the order of the model. `batches` are images, in whole groups as in
+    training.
 
-    Moments are averaged over groups: variances are those that a group shows or is normalized with, not the variance of
-    all data. The model is left as it was.
+    Moments are averaged over groups. So a variance is that of a group or of its posterior, not the variance of all
+    data. The model stays unchanged.
     """
     sums: dict[str, dict[str, Average]] = {}
 
@@ -92,5 +93,5 @@ def _layer(name: str, norm: GroupedNorm, sums: dict[str, Average]) -> LayerStati
 
 
 def numbers(values: Tensor) -> Numbers:
-    """A vector with six significant digits: what a page of plots can show, in a third of the bytes."""
+    """A vector with six significant digits: enough for plots, in a third of the bytes."""
     return [float(f"{value:.6g}") for value in values.detach().to("cpu", torch.float64).tolist()]

@@ -1,7 +1,8 @@
-"""Look on while the norms of a model run as in training, and leave the model as it was.
+"""Runs the norms of a model as in training, observes them, and leaves the model unchanged.
 
-Every norm normalizes a group with that group's own posterior, as in training; dropout and the like are off. No buffer
-moves and nothing has a gradient. This is how `kalmannorm.recalibrate` looks on, without writing anything at the end.
+Every norm normalizes a group with the group's own posterior, as in training. Dropout and similar layers are off. No
+buffer is updated and there are no gradients. `kalmannorm.recalibrate` observes in the same way, but then writes
+statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kalmannorm.moments import Moments
 
 @dataclass(frozen=True)
 class Sight:
-    """What one norm saw of one batch: moments (G, C), of the prior (G, C) or (1, C) or none."""
+    """What one norm saw of one batch: moments (G, C). The prior is (G, C), (1, C) or None."""
 
     prior: Moments | None
     observation: Moments
@@ -35,7 +36,7 @@ Look = Callable[[str, GroupedNorm, Sight], None]
 
 
 def tracking_norms(model: nn.Module) -> dict[str, GroupedNorm]:
-    """Every norm of ours with running statistics, by name, in the order of the model; an error where there is none."""
+    """Every norm of ours with running statistics, by name, in the order of the model. An error if there is none."""
     found = {name: norm for name, norm in norms(model) if norm.running_mean is not None}
     if not found:
         raise LabError(
@@ -46,7 +47,7 @@ def tracking_norms(model: nn.Module) -> dict[str, GroupedNorm]:
 
 
 def observe(model: nn.Module, images: Iterable[Tensor], look: Look) -> None:
-    """Run the model on each batch and show `look` what every norm saw, in the order in which they ran."""
+    """Run the model on each batch, and call `look` for every norm in the order in which they run."""
     found = tracking_norms(model)
     like = next(iter(model.parameters()))
     with torch.no_grad(), ExitStack() as stack:
@@ -69,7 +70,7 @@ def _attach(stack: ExitStack, name: str, norm: GroupedNorm, look: Look) -> None:
         return y, posterior, observation
 
     def leave_buffers(*_: Any) -> None:
-        """In the place of the norm's own tracking."""
+        """Replaces the norm's own tracking."""
 
     change(stack, norm, training=True, frozen=False, _track=leave_buffers, _normalize=normalize_and_show)
     if norm.process_group is not None:

@@ -1,4 +1,4 @@
-"""Ratios as bars: a panel for each value of one column, in it a group of bars for each value of another."""
+"""Ratios as bars: a panel for each value of one column, and in it a group of bars for each value of another."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kalmannorm.lab.report import palette
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 TOP = 3.0
-"""Where bars are cut, and say how long they are: what is ten times as slow would flatten the rest."""
+"""Longer bars are cut and labelled with their length. A bar ten times as long would flatten the rest."""
 KNOWN = {"BatchNorm": "bn", "nn.BatchNorm": "bn", "GroupNorm": "gn", "BKN": "bkn"} | {name: name for name in METHODS}
-"""Which of the report's methods a contender is, by the first word of its name: it has that one's colour."""
+"""The method of the report for each contender, by the first word of its name. It determines the colour."""
 
 
 def draw(rows: Sequence[Record], title: str, *, panel: str, place: str, line: Sequence[str]) -> dict[str, bytes]:
-    """As PNG and SVG. A series is named by the columns of `line`, of which the first is the contender."""
+    """The chart as PNG and SVG. The columns of `line` name a series; the first one is the contender."""
     series = {_name(row, line): KNOWN.get(str(row[line[0]]).replace(",", "").split()[0], "") for row in rows}
     colours = dict(zip(series, palette.colours(list(series.values())), strict=True))
     places = list(dict.fromkeys(str(row[place]) for row in rows))

@@ -1,4 +1,4 @@
-"""Calls on one case: each is checked as it is timed, then they take turns; one record for each."""
+"""Times calls on one case. Each call is checked in the form in which it is timed. Then they take turns."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ UNROLLED = 8
 
 
 Error = Callable[[Sequence[Tensor]], float]
-"""Of these results; raises where it is too large."""
+"""Returns the error of these results. Raises an error if it is too large."""
 
 
 class Entrant(NamedTuple):
     name: str
     statistics_batch: int | str | None
     prepare: Callable[[], tuple[Call, Error]]
-    """What is timed, and its check."""
+    """Returns the call to time, and its check."""
     passes: int
-    """Reads and writes of a tensor like x that the algorithm cannot do without."""
+    """Reads and writes of a tensor like x that the algorithm needs at least."""
 
 
 def compare(
@@ -40,10 +40,10 @@ def compare(
     against: Mapping[str, str],
     watch: Watch,
 ) -> list[Record]:
-    """The first is what all are divided by.
+    """One record for each entrant. The first one is the baseline of the ratios.
 
-    `like` is a tensor of one pass, `copy` the bytes per second of a copy; `against` names further columns of ratios,
-    and whom they are to.
+    `like` is a tensor of one pass. `copy` is the speed of a copy in bytes per second. `against` names additional
+    columns of ratios, with their baselines.
     """
     device = like.device
     errors, timers = [], {}

@@ -1,6 +1,6 @@
-"""How fast this machine's memory is: a large tensor copied, which reads and writes each byte once.
+"""Measures the speed of memory by a copy of a large tensor, which reads and writes each byte once.
 
-The faster of `copy_` and, on a GPU, a plain Triton kernel, so that neither stands in for the memory.
+On a GPU it takes the faster of `copy_` and a plain Triton kernel, so that a slow copy does not count as slow memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kalmannorm._ops.dispatch import triton_for
 from kalmannorm.lab.bench.timing import timed
 
 BYTES = {"cuda": 2**30, "cpu": 2**27}
-"""Far beyond any cache, and soon done."""
+"""Much larger than any cache, and still fast to copy."""
 SAMPLES = 9
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes per second, read and written ones together."""
+    """Bytes per second, read and written bytes added."""
     source = torch.ones(BYTES[device.type] // 4, device=device)
     target = torch.zeros_like(source)
     ways: list[Callable[[], object]] = [lambda: target.copy_(source)]
@@ -38,6 +38,6 @@ def _speed(way: Callable[[], object], source: Tensor, target: Tensor) -> float:
 
     once = timed(call, source.device, graph=source.is_cuda, sample=0.01)
     (copied,) = once.results()
-    assert torch.equal(copied, source), "a copy that does not copy tells nothing"
+    assert torch.equal(copied, source), "the copy differs from its source"
     seconds = statistics.median(once.seconds().clock for _ in range(SAMPLES))
     return 2 * source.numel() * source.element_size() / seconds

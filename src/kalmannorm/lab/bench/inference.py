@@ -1,11 +1,11 @@
-"""One norm in inference, without gradients: what is shipped where nothing folds.
+"""One norm in inference, without gradients, for models whose norms cannot be folded.
 
     BatchNorm        nn.BatchNorm2d in eval mode, then F.relu: the baseline
     BKN population   the same numbers from a BKN layer
-    GroupNorm        nn.GroupNorm, then F.relu: what else does not ask who else is in the batch
-    BKN example      every example by its own posterior
+    GroupNorm        nn.GroupNorm, then F.relu: also independent of the other examples in the batch
+    BKN example      every example with its own posterior
 
-A norm behind a convolution folds away in `population` mode; `inference_model` times nets where that was done.
+A norm after a convolution can be folded in `population` mode. `inference_model` times networks with folded norms.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _without_gradients(forward: Forward, x: Tensor) -> Call:
 
 
 def _seen(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Running statistics that are not those of the batch."""
+    """Running statistics that differ from those of the batch."""
     return 0.5 + 0.1 * inputs.bias, 4 + 0.1 * inputs.var[0].detach()
 
 

@@ -1,14 +1,14 @@
-"""A whole net in inference, as it is shipped, without gradients.
+"""A whole network in inference, as it is deployed, without gradients.
 
     BatchNorm folded        norms folded into the convolutions before them: the baseline
-    BatchNorm               as it was trained, in eval mode
-    BKN population folded   converted, and folded: a plain net again, and the same one
+    BatchNorm               as trained, in eval mode
+    BKN population folded   converted and folded: the same plain network again
     BKN population          converted, in eval mode
-    GroupNorm               converted to it, which does not fold
-    BKN example             every example by its own posterior, with constant priors (`freeze_priors`)
-    BKN example fused       the same by `fuse`, if asked for
+    GroupNorm               converted to GroupNorm, which cannot be folded
+    BKN example             every example with its own posterior, with constant priors (`freeze_priors`)
+    BKN example fused       the same after `fuse`, if requested
 
-Logits are compared first: folded with unfolded, population with BatchNorm, all with the same net in float64.
+Logits are compared first: folded with unfolded, population with BatchNorm, and all with the same network in float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kalmannorm.lab.recipes.setting import Setting
 
 FOLDED, GROUPNORM = "BatchNorm folded", "GroupNorm"
 SAMPLE = {"cuda": 2e-2, "cpu": 0.0}
-"""Seconds; on a CPU a sample is one forward."""
+"""Seconds. On a CPU a sample is one forward."""
 FEW = 4
 
 
@@ -98,16 +98,16 @@ def _forward(case: Case, net: nn.Module, images: Tensor) -> Call:
 
 
 def _nets(case: Case, images: Tensor, statistics_batch: int, fused: bool) -> dict[str, nn.Module]:
-    """Every net in eval mode, with the statistics of one batch, and checked."""
+    """Every network in eval mode, with the statistics of one batch, and checked."""
     example, few = images[:2], images[:FEW]
     whole = Setting(len(images), len(images))
     plain = case.build(Entry(BASELINE, whole))
     plain(images)
     plain.eval()
-    # The conversion takes over what the BatchNorms have seen; so the two are one net in population mode.
+    # Conversion copies the statistics of the BatchNorms, so both are the same network in population mode.
     population = normalized(copy.deepcopy(plain), "bkn", example, statistics_batch=statistics_batch, steps=1).eval()
     by_example = copy.deepcopy(population).train()
-    by_example(images)  # `example` asks for what was observed, which no BatchNorm has kept
+    by_example(images)  # `example` needs observed statistics, which a BatchNorm does not keep
     set_inference(by_example.eval(), "example")
     nets = {
         FOLDED: fold(plain, example),

@@ -1,18 +1,18 @@
-"""One norm, forward and backward, over shapes and memory layouts, beside what one would use instead.
+"""One norm, forward and backward, over shapes and memory layouts, compared with its alternatives.
 
-Every contender has to give what the reference gives, output and all gradients, on the tensors that it is timed with;
-then they take turns. On a GPU what is timed, and checked, is the replay of a CUDA graph. Nothing empties the caches in
-between: they are as warm for one as for the other.
+Every contender must give the output and all gradients of the reference, on the tensors that it is timed with. Then the
+contenders take turns. On a GPU the replay of a CUDA graph is timed and checked. Caches are not emptied between calls,
+so they are equally warm for all contenders.
 
-Bytes are counted by the algorithm, in passes over a tensor like x, not by what a kernel happens to do:
+Bytes are those that the algorithm needs, in passes over a tensor like x, not those that a kernel really moves:
 
     batch norm       3 forward (the statistics read x, the result reads it again and is written), 5 backward (sums read
                      x and the gradient, dx reads both again and is written)
-    a ReLU after it  2 forward, 3 backward; nothing where it is computed in the same pass
+    a ReLU after it  2 forward, 3 backward; 0 if it is computed in the same pass
     ghost by reshape of channels_last: 2 more, for the copy
 
-So BKN and a compiled BatchNorm count 8, an eager one with its ReLU 13. A group that stays on the chip is read once, and
-less is moved than counted; then the share of a copy may pass 100 %.
+So BKN and a compiled BatchNorm count 8, an eager BatchNorm with its ReLU 13. A group that stays on the chip is read
+once, so fewer bytes are moved than counted. The share of a copy may then exceed 100 %.
 """
 
 from __future__ import annotations
@@ -82,14 +82,16 @@ def spelled(shape: Sequence[int]) -> str:
 def parse_shape(text: str) -> Shape:
     found = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})x(\d{1,9})", text.strip())
     if found is None or not all(map(int, found.groups())):
-        raise LabError(f"--shape {text!r} is not understood: give examples, channels, height, width: 32x256x56x56")
+        raise LabError(
+            f"--shape {text!r} is not understood: give examples, channels, height, width, such as 32x256x56x56"
+        )
     examples, channels, height, width = map(int, found.groups())
     check_fits(f"numbers of --shape {text}", (examples, channels, height, width), 4, "give a smaller one")
     return examples, channels, height, width
 
 
 def parse_batches(text: str, shape: Shape) -> tuple[int, ...]:
-    """ "2,N" for this shape: N is the whole batch; none twice."""
+    """ "2,N" for this shape: N is the whole batch. Duplicates are removed."""
     sizes = []
     for word in text.split(","):
         word = word.strip()
@@ -112,7 +114,7 @@ def cases(
     relu: bool = True,
     level: str = "layer",
 ) -> list[Case]:
-    """All shapes in all layouts; every mistake is found before anything runs."""
+    """All shapes in all layouts. All errors are raised before anything runs."""
     one_of("dtype", dtype, DTYPES)
     one_of("level", level, LEVELS)
     found = []
@@ -126,18 +128,21 @@ def cases(
 
 
 def inductor_missing(device: torch.device) -> str | None:
-    """Why nothing can be compiled for this device; None if it can."""
+    """Why nothing can be compiled for this device. None if it can."""
     try:
         torch.compile(lambda x: x.relu() + 1, dynamic=False)(torch.ones(8, device=device))
-    except Exception as error:  # no compiler, no Triton, a platform that has none: all the same here
+    except Exception as error:  # no compiler, no Triton or an unsupported platform: no difference here
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
 
 
 def measure(case: Case, rounds: int, *, copy: float, inductor: bool, watch: Watch = lambda _: None) -> list[Record]:
-    """One record per contender, the baseline first. `copy`: bytes per second of a copy on this device."""
+    """One record per contender, the baseline first.
+
+    `copy` is the speed of a copy on this device in bytes per second.
+    """
     if inductor:
-        torch.compiler.reset()  # what is compiled for one shape is not to be reckoned against the next
+        torch.compiler.reset()  # code compiled for one shape must not affect the next
     inputs = Inputs(case.shape, DTYPES[case.dtype], LAYOUTS[case.layout], case.device)
     layer = case.level == "layer"
     found = contenders(inputs, case.statistics_batches, relu=case.relu, layer=layer, inductor=inductor)

@@ -1,13 +1,13 @@
-"""One norm, with a ReLU or without, as one would write it: those that are timed beside each other.
+"""The norms that are timed, with or without a ReLU, as a user would write them.
 
     BatchNorm             nn.BatchNorm2d, then F.relu: the baseline
     BatchNorm, inductor   the same, compiled
-    GroupNorm             nn.GroupNorm with up to 32 groups of channels, then F.relu; its parameters in x's dtype
-    ghost by reshape      batch norm on groups of m examples as it is written by hand: groups in the place of channels
-    BKN                   BatchKalmanNorm2d with a prior and a gain, as a converted model hands them to it
+    GroupNorm             nn.GroupNorm with up to 32 groups of channels, then F.relu; its parameters have x's dtype
+    ghost by reshape      batch norm on groups of m examples as written by hand: groups become channels
+    BKN                   BatchKalmanNorm2d with a prior and a gain, as in a converted model
 
-Layers move their running statistics. At the level of the op there are none: F.batch_norm, F.group_norm and
-`kalmannorm.batch_kalman_norm` by themselves. A result in another memory layout than x's is taken as it is.
+Layers update their running statistics. At the level of the op there are none: F.batch_norm, F.group_norm and
+`kalmannorm.batch_kalman_norm` alone. A result may have another memory layout than x.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Inputs:
-    """One set of tensors that all contenders share."""
+    """One set of tensors for all contenders."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, device: torch.device):
         generator = torch.Generator(device).manual_seed(0)
@@ -47,7 +47,7 @@ class Inputs:
         self.x, self.upstream = (0.5 + 2 * image()).requires_grad_(), image()
         self.weight, self.bias = 1 + 0.1 * normal(channels), normal(channels)
         self.mean, self.var = normal(1, channels).requires_grad_(), (1 + normal(1, channels) ** 2).requires_grad_()
-        # As the bundles of a converted model give it: on a GPU one for each channel.
+        # As in the bundles of a converted model: on a GPU one gain for each channel.
         self.gain = torch.full(() if device.type == "cpu" else (channels,), 0.6, device=device, requires_grad=True)
 
     def affine(self, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, nn.Parameter]:
@@ -58,19 +58,19 @@ class Inputs:
 class Contender:
     name: str
     statistics_batch: int | None
-    """None where examples do not share statistics."""
+    """None if examples do not share statistics."""
     forward: Forward
     leaves: Sequence[Tensor]
-    """x first: what is differentiated."""
+    """The tensors to differentiate, x first."""
     truth: Callable[[Tensor], Truth]
-    """For this gradient of the result, less what is uncertain."""
+    """The expected results for this gradient of the output, which is zero where a ReLU makes them uncertain."""
     passes: int
-    """Reads and writes of a tensor like x, forward and backward, that it cannot do without."""
+    """Reads and writes of a tensor like x, forward and backward, that it needs at least."""
 
     def step(self, upstream: Tensor) -> Call:
-        """Forward and backward; gives the output and the gradients of the leaves."""
+        """Forward and backward. Returns the output and the gradients of the leaves."""
         x = self.leaves[0]
-        arriving = torch.empty_like(self.forward(x)).copy_(upstream)  # in the layout that the result has
+        arriving = torch.empty_like(self.forward(x)).copy_(upstream)  # in the memory layout of the result
 
         def call() -> Sequence[Tensor]:
             y = self.forward(x)
@@ -80,7 +80,7 @@ class Contender:
 
 
 class GhostByReshape(nn.Module):
-    """Examples g, g + G, g + 2G, … are group g: so (N, C) lies in memory as (N / G, G C)."""
+    """Examples g, g + G, g + 2G, … form group g, so (N, C) has the memory layout of (N / G, G C)."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, groups: int, *, track: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class GhostByReshape(nn.Module):
 def contenders(
     inputs: Inputs, statistics_batches: Sequence[int], *, relu: bool, layer: bool, inductor: bool
 ) -> list[Contender]:
-    """The baseline first; what depends on the statistics batch, once for each."""
+    """The baseline first. Contenders that depend on the statistics batch appear once for each size."""
     x = inputs.x
     examples = x.shape[0]
     found = [_batch_norm(inputs, relu, layer, compiled=False)]
@@ -107,7 +107,7 @@ def contenders(
         found.append(_batch_norm(inputs, relu, layer, compiled=True))
     found.append(_group_norm(inputs, relu, layer))
     for size in statistics_batches:
-        if size < examples and examples % size == 0:  # it has no smaller last group, and one group is the baseline
+        if size < examples and examples % size == 0:  # it supports no smaller last group, and one group is the baseline
             found.append(_ghost(inputs, size, relu, layer))
     return found + [_bkn(inputs, size, relu, layer) for size in statistics_batches]
 
@@ -136,7 +136,7 @@ def _batch_norm(inputs: Inputs, relu: bool, layer: bool, *, compiled: bool) -> C
 
 def _group_norm(inputs: Inputs, relu: bool, layer: bool) -> Contender:
     x = inputs.x
-    weight, bias = inputs.affine(x.dtype)  # on a GPU it takes one dtype only
+    weight, bias = inputs.affine(x.dtype)  # on a GPU it accepts one dtype only
     groups = channel_groups(x.shape[1])
     norm = nn.GroupNorm(groups, x.shape[1], eps=EPS, device=x.device)
     norm.weight, norm.bias = weight, bias
@@ -147,7 +147,7 @@ def _group_norm(inputs: Inputs, relu: bool, layer: bool) -> Contender:
 
 
 def channel_groups(channels: int) -> int:
-    """As many of at most 32 as divide the channels, as `convert(to="group")` has it."""
+    """The largest divisor of the channels up to 32, as in `convert(to="group")`."""
     return max(groups for groups in range(1, 33) if channels % groups == 0)
 
 

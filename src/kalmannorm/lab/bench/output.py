@@ -1,4 +1,4 @@
-"""The files that a bench leaves: CSV with its origins, and a chart of ratios."""
+"""The output files of a bench: a CSV with the origin of each row, and a chart of ratios."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FORMATS = ("png", "svg")
 
 
 def check_paths(output: Path | None, plot: Path | None) -> None:
-    """Raise before the work, not after it."""
+    """Raise errors before the work starts."""
     for path in (output, plot):
         if path is not None:
             writable(path)
     if plot is not None and plot.suffix.lstrip(".") not in FORMATS:
-        raise LabError(f"--plot {plot}: give a name that ends in .png or .svg")
+        raise LabError(f"--plot {plot}: the name must end in .png or .svg")
 
 
 def write_csv(path: Path, rows: Sequence[Record], source: dict[str, str]) -> None:
-    """Every row with where it comes from: hardware, versions, commit, command."""
+    """Write every row with its origin: hardware, versions, commit, command."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [*rows[0], *source], lineterminator="\n")
     writer.writeheader()
@@ -33,7 +33,7 @@ def write_csv(path: Path, rows: Sequence[Record], source: dict[str, str]) -> Non
 
 
 def write_plot(path: Path, rows: Sequence[Record], title: str, **axes: Any) -> None:
-    """`axes`: which columns make panels, places and lines, see `chart.draw`."""
-    from kalmannorm.lab.bench.chart import draw  # matplotlib takes its time, and is rarely asked for
+    """`axes` says which columns make panels, places and lines, see `chart.draw`."""
+    from kalmannorm.lab.bench.chart import draw  # matplotlib is slow to import and rarely needed
 
     write_atomically(path, draw(rows, title, **axes)[path.suffix.lstrip(".")])

@@ -1,7 +1,8 @@
-"""Time, kernels and peak memory of a training step, beside the same net with nn.BatchNorm2d.
+"""Time, kernels and peak memory of a training step, compared with the same network and nn.BatchNorm2d.
 
-A step is forward, loss, backward and optimizer on a batch that stays where it is, on a GPU captured once as a CUDA
-graph and replayed. First every contender has to be right, or nothing is timed; then they take turns.
+A step is forward, loss, backward and optimizer, on a batch that is already on the device. On a GPU it is captured once
+as a CUDA graph and replayed. First every contender is checked, and nothing is timed if one is wrong. Then they take
+turns.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ra
 from kalmannorm.lab.files.records import Record
 
 SAMPLE = 2e-2
-"""Seconds of one sample on a GPU: a few replays. On a CPU a sample is one step."""
+"""Seconds of one sample on a GPU, which is a few replays. On a CPU a sample is one step."""
 
 
 def bench(case: Case, entries: Sequence[Entry], rounds: int = 15, *, watch: Watch = lambda _: None) -> list[Record]:
-    """One record per contender, nn.BatchNorm first; that is what `entries` begins with."""
+    """One record per contender. `entries` begins with nn.BatchNorm, the baseline."""
     check_rounds(rounds)
     case.checked()
     images, labels = case.batch()
@@ -34,7 +35,7 @@ def bench(case: Case, entries: Sequence[Entry], rounds: int = 15, *, watch: Watc
         check(case, contender)
         contenders.append(contender)
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # shapes stay, so the fastest algorithms are the same ones for all
+    torch.backends.cudnn.benchmark = True  # shapes are constant, so all contenders use the same fastest algorithms
     try:
         return _rows(case, contenders, rounds, watch)
     finally:
@@ -43,7 +44,7 @@ def bench(case: Case, entries: Sequence[Entry], rounds: int = 15, *, watch: Watc
 
 def _rows(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch) -> list[Record]:
     ready: dict[str, Timed] = {}
-    # Graphs that run one at a time can use the same memory.
+    # Only one graph runs at a time, so all can use the same memory.
     pool = torch.cuda.graph_pool_handle() if case.cuda_graph else None
     for contender in contenders:
         watch(f"warming up {contender.entry}")

@@ -1,8 +1,8 @@
-"""No net is timed that does not compute what it should; all on copies, so that no statistic has moved by then.
+"""Checks every network before it is timed. The checks run on copies, so statistics are not updated.
 
-A step, as it will be timed, gives a finite loss and a gradient to every parameter. In float32 the net's logits and
-gradients are those of the same net, unfused, in float64; groups in one pass are what as many passes of one group give;
-and batch norm on one group is nn.BatchNorm.
+A step, as it will be timed, must give a finite loss and a gradient for every parameter. In float32 the logits and
+gradients must be those of the same network, unfused, in float64. Groups in one pass must give the results of one pass
+per group. Batch norm with one group must equal nn.BatchNorm.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipes.methods import method
 
 TOLERANCE = 5e-3
-"""Of losses and logits, relative: float32 rounds differently in another order of summation, and layers add that up
-(5e-4 in a ResNet-101 of nn.BatchNorm)."""
+"""Relative error of losses and logits. Float32 rounds differently in another order of summation, and errors add up over
+layers (5e-4 in a ResNet-101 with nn.BatchNorm)."""
 GRADIENTS = 0.25
-"""Of a parameter's gradient, relative to it and a hundredth of all: where rounding takes a value to the other side of a
-ReLU, one of them jumps (0.07 in that net)."""
+"""Error of a parameter's gradient, relative to it and a hundredth of all. If rounding moves a value to the other side
+of a ReLU, a gradient jumps (0.07 in that network)."""
 MOST = 16
 """Examples that are computed in float64."""
 LOSS = 3e-2
-"""Of the loss in the precision that is timed."""
+"""Relative error of the loss in the timed precision."""
 
 
 def check(case: Case, contender: Contender) -> None:
-    """Raise where a contender is not what it says."""
+    """Raise an error if the results of a contender are wrong."""
     entry = contender.entry
     if entry.method == NONE:
         return
@@ -55,8 +55,10 @@ def check(case: Case, contender: Contender) -> None:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Convolutions as plain sums of products: TF32's eleven bits would hide an error of a thousandth, and so might any
-    other short cut that cuDNN may choose."""
+    """Compute convolutions as plain sums of products.
+
+    TF32 has eleven bits and would hide an error of a thousandth. So might other algorithms of cuDNN.
+    """
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False
     try:
@@ -77,7 +79,7 @@ def _check_step(trial: Contender) -> float:
 
 
 def _check_compiled(contender: Contender) -> None:
-    """As it is, because compiling a copy would take as long again: its state is put back."""
+    """Check the contender itself, because compiling a copy would take the same time again. Its state is restored."""
     plain = Contender(
         contender.case, Entry(BASELINE, contender.entry.setting), contender.model, contender.images, contender.labels
     )
@@ -91,7 +93,7 @@ def _check_compiled(contender: Contender) -> None:
 
 
 def check_replay(contender: Contender, ready: Timed) -> None:
-    """A step that was captured gives the loss of one that was not."""
+    """A captured step must give the loss of an eager one."""
     if contender.entry.method != NONE:
         eager, replayed = float(contender.step()), float(ready.results()[0])
         _close(str(contender.entry), "the loss of its CUDA graph is not that of a step", replayed, eager, limit=LOSS)
@@ -105,7 +107,7 @@ def _check_gradients(case: Case, contender: Contender) -> None:
         _only_norms_train(model)
         logits = model(images.to(next(model.parameters()).dtype))
         loss = F.cross_entropy(logits, labels)
-        # An auxiliary head takes part in training only, and gets zeros here.
+        # An auxiliary head is used in training only, and gets zeros here.
         parts = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
         results.append((logits.detach().double(), [part.double() for part in parts]))
     (logits, gradients), (true_logits, true_gradients) = results
@@ -118,7 +120,7 @@ def _check_gradients(case: Case, contender: Contender) -> None:
 
 
 def _only_norms_train(model: nn.Module) -> None:
-    """Dropout and its like would draw other numbers."""
+    """Dropout and similar layers would draw other random numbers."""
     model.eval()
     for module in model.modules():
         if isinstance(module, _NormBase):
@@ -136,7 +138,7 @@ def _check_groups(contender: Contender) -> None:
     model, size = copy.deepcopy(contender.model), contender.entry.setting.statistics_batch
     _only_norms_train(model)
     few = contender.images[: 4 * size]
-    with accumulate_statistics(model):  # Batch Renorm's correction must be that of one pass
+    with accumulate_statistics(model):  # Batch Renorm must use the correction of one pass
         together = model(few)
         apart = torch.cat([model(group) for group in torch.split(few, size)])
     name = str(contender.entry)

@@ -1,4 +1,4 @@
-"""Nets that are timed beside each other: the same net, from the same weights, with one norm or another."""
+"""Networks that are compared: the same network, from the same weights, with different norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PRECISIONS = ("float32", "bf16")
 
 
 class Entry(NamedTuple):
-    """A contender before it is built: `BASELINE`, one of the lab's methods, or `NONE`: no norms at all."""
+    """A contender before it is built: `BASELINE`, one of the lab's methods, or `NONE` for no norms at all."""
 
     method: str
     setting: Setting
@@ -42,7 +42,10 @@ class Entry(NamedTuple):
 def entries(
     gradient_batch: int, statistics_batches: Sequence[int], methods: Sequence[str], *, fused: bool = False
 ) -> list[Entry]:
-    """nn.BatchNorm, then every method at every statistics batch that matters to it; fused ones beside their like."""
+    """nn.BatchNorm, then every method at every statistics batch that it depends on.
+
+    Fused ones follow the unfused ones.
+    """
     whole = Setting(gradient_batch, gradient_batch)
     settings = [Setting(gradient_batch, size).checked() for size in dict.fromkeys(statistics_batches)]
     found = [Entry(BASELINE, whole)]
@@ -55,16 +58,16 @@ def entries(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What all contenders share."""
+    """Settings that all contenders share."""
 
     model: str
     gradient_batch: int
     device: torch.device
     image_size: int | None = None
-    """None: 32 for CIFAR's nets, 8 for the digits', else 224."""
+    """None: 32 for networks of CIFAR, 8 for that of the digits, else 224."""
     channels_last: bool = False
     precision: str = "float32"
-    """ "bf16": under autocast."""
+    """ "bf16" means autocast."""
     cuda_graph: bool = False
 
     @property
@@ -89,7 +92,7 @@ class Case:
         return images.to(self.device, memory_format=layout)
 
     def build(self, entry: Entry) -> nn.Module:
-        """The net with its norms; all start from the same weights. `way` "inductor" is left to the contender."""
+        """The network with its norms. All start from the same weights. The contender handles `way` "inductor"."""
         torch.manual_seed(0)
         model = models.build(self.model, classes=self._kind[2], shape=self.shape).to(self.device)
         if self.channels_last:
@@ -104,7 +107,7 @@ class Case:
         return fuse(model, example.normal_(), inplace=True) if entry.way == "fused" else model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        # A graph must hold the casts of the weights, not what an earlier step had cast.
+        # A graph must contain the casts of the weights, not results that an earlier step has cached.
         half = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=not self.cuda_graph)
 
@@ -117,12 +120,15 @@ class Case:
         if self.image_size is not None:
             IMAGE_SIZE.check("image_size", self.image_size)
         what = f"{self.gradient_batch:,} images of {self.shape[1]}×{self.shape[2]}"
-        check_fits(what, (self.gradient_batch, *self.shape), 4, "give fewer, or a smaller --image-size")
+        check_fits(what, (self.gradient_batch, *self.shape), 4, "use fewer images, or a smaller --image-size")
         return self
 
 
 def without_norms(model: nn.Module) -> nn.Module:
-    """What the net would cost if norms were free; children that a norm applies to its result stay."""
+    """The network without norms, to show the cost of everything else.
+
+    Children that a norm applies to its result stay.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             kind = known(child)
@@ -132,17 +138,17 @@ def without_norms(model: nn.Module) -> nn.Module:
 
 
 class Contender:
-    """A net, its optimizer and one step on the batch."""
+    """A network, its optimizer and one step on the batch."""
 
     def __init__(self, case: Case, entry: Entry, model: nn.Module, images: Tensor, labels: Tensor) -> None:
         self.case, self.entry, self.model, self.images, self.labels = case, entry, model, images, labels
         run: Any = torch.compile(model, dynamic=False) if entry.way == "inductor" else model
         self.run: nn.Module = run
-        # A rate at which a hundred steps on one batch change nothing but the last digits.
+        # With this learning rate a hundred steps on one batch change only the last digits.
         self.optimizer = optimizer_of(model, Recipe(learning_rate=1e-6))
 
     def step(self) -> Tensor:
-        """Forward, loss, backward and optimizer; gradients are made anew, so a graph of it need not clear them."""
+        """Forward, loss, backward and optimizer. Gradients are created again, so a graph need not clear them."""
         self.optimizer.zero_grad()
         with self.case.autocast():
             loss = F.cross_entropy(self.run(self.images), self.labels)
@@ -151,7 +157,7 @@ class Contender:
         return loss.detach()
 
     def peak(self) -> int:
-        """To be asked after a step, when the optimizer holds what it will hold."""
+        """Call it after a step, when the optimizer state exists."""
         self.optimizer.zero_grad()
         state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
         held = [*self.model.parameters(), *self.model.buffers(), *state, self.images, self.labels]

@@ -1,7 +1,7 @@
-"""One call as it is timed: as it is, or captured once as a CUDA graph and replayed.
+"""One timed call: direct, or captured once as a CUDA graph and replayed.
 
-A sample repeats the call until it is long enough for the clock. A graph holds the call several times over where it is
-short: a replay costs the GPU a few µs, which in a user's own graph are paid once per step and not once per norm.
+A sample repeats the call until it is long enough for the clock. If the call is short, a graph contains it several
+times. A replay costs the GPU a few µs. In a user's own graph that cost occurs once per step, not once per norm.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kalmannorm.lab.bench.turns import Seconds
 
 WARMUP = 3
 MOST = 1000
-"""Calls of one sample: a first call that was timed too short asks for no more."""
+"""The most calls of one sample, in case the first call was timed too short."""
 
 Call = Callable[[], Sequence[Tensor]]
-"""What is timed; gives what is checked."""
+"""The call to time. It returns the tensors to check."""
 
 
 class Timed(Protocol):
     def results(self) -> Sequence[Tensor]:
-        """What the call gives, as it is timed."""
+        """The results of the call, in the form in which it is timed."""
 
     def seconds(self) -> Seconds:
-        """Of one call, over one sample."""
+        """Seconds of one call, averaged over one sample."""
 
 
 def timed(
     call: Call, device: torch.device, *, graph: bool, sample: float, unrolled: int = 1, pool: Any = None
 ) -> Timed:
-    """Ready to be timed, warm-up done. `sample`: seconds that one should last at least; `pool`: memory of graphs."""
+    """Prepare the call and warm up. `sample`: the least seconds of a sample. `pool`: memory of graphs."""
     return Graphed(call, device, sample, unrolled, pool) if graph else Direct(call, device, sample)
 
 
 class Direct:
-    """The call as Python makes it; on a GPU, until the GPU is done."""
+    """The call from Python. On a GPU it includes waiting for the GPU."""
 
     def __init__(self, call: Call, device: torch.device, sample: float) -> None:
         self.call, self.device, self.repeats = call, device, 1
@@ -68,11 +68,11 @@ class Direct:
 
 
 class Graphed:
-    """The call, `unrolled` times, as one CUDA graph."""
+    """The call, repeated `unrolled` times, as one CUDA graph."""
 
     def __init__(self, call: Call, device: torch.device, sample: float, unrolled: int = 1, pool: Any = None) -> None:
         self.device, self.unrolled, self.repeats = device, unrolled, 1
-        self.call = call  # a graph reads what the call holds, and does not hold it itself
+        self.call = call  # the graph reads tensors of the call, but does not keep them alive
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -91,7 +91,7 @@ class Graphed:
         self.repeats = _repeats(sample, self.seconds().clock * unrolled)
 
     def results(self) -> Sequence[Tensor]:
-        """Of a replay, which has to write every value: what was there is poisoned first."""
+        """The results of a replay. The old values are poisoned first, so that the replay must write every value."""
         for tensor in self.kept:
             tensor.fill_(math.nan)
         self.graph.replay()
@@ -112,7 +112,7 @@ def _repeats(sample: float, once: float) -> int:
 
 
 def count_kernels(call: Callable[[], object], device: torch.device) -> int | None:
-    """Kernels, copies and fills that a call starts on the GPU; None without one."""
+    """Number of kernels, copies and fills that a call starts on the GPU. None without a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A copy in Triton: what its loads and stores reach when nothing is computed between them."""
+"""A copy in Triton: the speed of its loads and stores without computation."""
 
 from __future__ import annotations
 

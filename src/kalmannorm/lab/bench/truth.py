@@ -1,8 +1,9 @@
-"""What a norm has to give: the naive reference of `_ops/normalize/naive.py` in float64, its output and every gradient.
+"""The expected results of a norm: the naive reference of `_ops/normalize/naive.py` in float64, output and all
+gradients.
 
-Behind a ReLU, the gradient at a value that lies within rounding of 0 is either of two, and a sum over thousands of
-values shows it. So no gradient arrives there. For half precision the margin is wide, because torch's GroupNorm rounds
-its statistics to the dtype of x.
+If a value before a ReLU is within rounding of 0, its gradient may be either of two values. A sum over thousands of
+values shows the difference, so the upstream gradient is set to zero there. For half precision the margin is wide,
+because torch's GroupNorm rounds its statistics to the dtype of x.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from kalmannorm.lab.errors import LabError
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Relative to the largest value of each result."""
+"""Tolerance, relative to the largest value of each result."""
 MARGIN = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Around 0, before a ReLU; deviations there are 1."""
+"""Margin around 0 before a ReLU, where the standard deviation is 1."""
 PARTS = ("output", "gradient of x", "of weight", "of bias", "of prior mean", "of prior var", "of gain")
 
 
 class Truth(NamedTuple):
     results: list[Tensor]
-    """In the order of `PARTS`; without a prior three gradients."""
+    """In the order of `PARTS`. Without a prior there are three gradients."""
     upstream: Tensor
-    """The gradient of the output that they are for."""
+    """The gradient of the output that they belong to."""
 
 
 def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bool, strided: bool = False) -> Truth:
-    """Groups of `size` neighbours, or strided ones, of every (N / size)-th example.
+    """Groups of `size` neighbours, or with `strided` groups of every (N / size)-th example.
 
     The leaves are x, γ, β and, if there is a prior, its mean and variance and the gain.
     """
@@ -48,7 +49,7 @@ def of_groups(leaves: Sequence[Tensor], upstream: Tensor, size: int, *, relu: bo
 
 
 def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu: bool) -> Truth:
-    """GroupNorm: every group of channels of every example is a channel of its own, of one example."""
+    """GroupNorm: every group of channels of every example is treated as one channel of one example."""
     doubled = _doubled(leaves)
     x, weight, bias = doubled
     one = x.reshape(1, x.shape[0] * groups, -1)
@@ -57,7 +58,7 @@ def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu
 
 
 def of_population(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, relu: bool) -> Tensor:
-    """A gain of 0 trusts the prior alone, in whose place the running statistics are."""
+    """Normalization with running statistics: they take the place of the prior, and a gain of 0 uses the prior alone."""
     gain = torch.zeros((), dtype=torch.float64, device=x.device)
     prior_mean, prior_var = mean.double().unsqueeze(0), var.double().unsqueeze(0)
     affine = weight.double(), bias.double()
@@ -65,7 +66,7 @@ def of_population(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Te
 
 
 def of_example(leaves: Sequence[Tensor], mean: Tensor, var: Tensor, size: int, *, relu: bool) -> Tensor:
-    """Every example among size - 1 average ones, whose moments are given; leaves as in `of_groups`, with a prior."""
+    """Every example with size - 1 average examples, whose moments are given. Leaves as in `of_groups`, with a prior."""
     x, weight, bias, prior_mean, prior_var, q = (leaf.detach().double() for leaf in leaves)
     mean, var, shape = mean.double(), var.double(), (-1, x.shape[1], 1, 1)
     first = (x.mean((2, 3)) + (size - 1) * mean) / size
@@ -89,11 +90,11 @@ def _finished(y: Tensor, doubled: list[Tensor], upstream: Tensor, relu: bool) ->
 
 
 def check(what: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest error; raises where it is more than rounding."""
+    """The largest error. Raises an error if it is larger than rounding."""
     tolerance, worst = TOLERANCE[results[0].dtype], 0.0
     for part, found, true in zip(PARTS, results, expected, strict=False):
         error = float((found.double() - true).abs().max() / true.abs().max())
         if not error < tolerance:
-            raise LabError(f"{what} is wrong, so nothing is timed: {part} is off by {error:.1e}, not {tolerance:.0e}")
+            raise LabError(f"{what} is wrong, so nothing is timed: {part} is off by {error:.1e}, limit {tolerance:.0e}")
         worst = max(worst, error)
     return worst

@@ -1,7 +1,7 @@
 """Contenders take turns, round after round, each round in another order.
 
-So whatever else the machine does meets all of them alike, and a ratio is the median over rounds of (contender /
-baseline in that round).
+So other load on the machine affects all of them equally. A ratio is the median over rounds of (contender / baseline in
+that round).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from kalmannorm.lab.bounds import whole
 
 WARMUP = 2
 ROUNDS = whole(5, 10_000)
-"""Fewer have no median and spread worth the name."""
+"""With fewer rounds, median and spread mean little."""
 
 Watch = Callable[[str], None]
-"""Hears what is being done."""
+"""Called with a description of the current work."""
 
 
 class Seconds(NamedTuple):
-    """Of one call. The processor's own are those of all threads: others who use the machine do not add to them."""
+    """Seconds of one call. `processor` counts all threads of this process and does not include other processes."""
 
     clock: float
     processor: float | None = None
-    """None where a GPU does the work."""
+    """None if a GPU does the work."""
 
 
 def check_rounds(rounds: int) -> None:
@@ -35,7 +35,7 @@ def check_rounds(rounds: int) -> None:
 def take_turns(
     timers: Mapping[str, Callable[[], Seconds]], rounds: int, watch: Watch = lambda _: None
 ) -> dict[str, list[Seconds]]:
-    """What every contender took in every round."""
+    """The seconds of every contender in every round."""
     times: dict[str, list[Seconds]] = {name: [] for name in timers}
     order = list(timers)
     for number in range(-WARMUP, rounds):
@@ -49,12 +49,12 @@ def take_turns(
 
 
 def ratios(own: Sequence[Seconds], base: Sequence[Seconds]) -> list[float]:
-    """By the clock, round by round."""
+    """Ratios of wall-clock times, round by round."""
     return [a.clock / b.clock for a, b in zip(own, base, strict=True)]
 
 
 def processor_ratios(own: Sequence[Seconds], base: Sequence[Seconds]) -> list[float]:
-    """By the processor's own time; empty where it did not do the work."""
+    """Ratios of processor times. Empty if the processor did not do the work."""
     pairs = zip(own, base, strict=True)
     return [a.processor / b.processor for a, b in pairs if a.processor is not None and b.processor]
 

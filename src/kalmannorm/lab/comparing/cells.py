@@ -1,4 +1,4 @@
-"""The cells of a comparison: methods × settings × seeds, each a run with a name, and what is on disk of them."""
+"""The cells of a comparison: methods × settings × seeds. Each is a run with a name; some may be finished on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Cell = tuple[str, Recipe]
 
 
 def seeds(count: int) -> range:
-    """0, 1, …: so many, or an error where nobody can mean that."""
+    """Seeds 0, 1, … up to this count. An error if the count makes no sense."""
     whole(1, 1000).check("seeds", count)
     return range(count)
 
@@ -35,10 +35,11 @@ def grid(
     seeds: Iterable[int],
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Cell]:
-    """Every method at every setting with every seed, otherwise as the recipe says; in the order in which they run.
+    """Every method at every setting with every seed, in the order in which they run. All else is from the recipe.
 
-    The learning rate follows the gradient batch; `changes` of the recipe come last. Seeds are the outermost loop, so
-    that an early look shows every method. A method that ignores the statistics batch runs once per gradient batch.
+    The learning rate follows the gradient batch. `changes` of the recipe are applied last. Seeds are the outermost
+    loop, so that early results include every method. A method that ignores the statistics batch runs once per gradient
+    batch.
     """
     found: dict[Recipe, str] = {}
     for seed, setting, name in itertools.product(seeds, settings, methods):
@@ -51,21 +52,21 @@ def grid(
 
 
 def checked(cells: Sequence[Cell]) -> list[Cell]:
-    """These cells, if their names are folders' names, each its own."""
+    """These cells, if their names are different and can be folder names."""
     twice = [name for name, count in Counter(name for name, _ in cells).items() if count > 1]
     if twice:
-        raise LabError(f"two runs are named {twice[0]}: give each a name of its own")
+        raise LabError(f"two runs are named {twice[0]}: give each run a different name")
     return [(name, recipe.checked()) for name, recipe in cells]
 
 
 def finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds the result of this very recipe; an error if it holds another recipe's run."""
+    """Whether the folder contains the result of this recipe. An error if it contains a run of another recipe."""
     if not (folder / "recipe.json").is_file():
         return False
     run = Run.read(folder)
     if run.recipe != recipe:
         raise LabError(
-            f"{folder} holds another run ({differences(run.recipe, recipe)}): give another --out, or delete it"
+            f"{folder} contains another run ({differences(run.recipe, recipe)}): give another --out, or delete it"
         )
     return run.finished
 

@@ -1,6 +1,6 @@
-"""Many runs, side by side in worker processes: what is finished is kept, what was broken off goes on.
+"""Many runs in worker processes. Finished runs are kept, and interrupted ones are resumed.
 
-A cell that diverges has a result like any other. One that fails stops no other, and is named at the end.
+A cell that diverges has a result like any other. If a cell fails, the others continue, and it is named at the end.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.words.wording import counted, listed
 
 Trainer = Callable[..., Record]
-"""`kalmannorm.lab.training.train.train`, or what stands in for it in a test."""
+"""`kalmannorm.lab.training.train.train`, or its replacement in a test."""
 
 
 class FailedCellsError(LabError):
-    """Some cells failed, each for the reason given; `runs` are all that have a result."""
+    """Some cells failed, each with its reason. `runs` are all runs that have a result."""
 
     status = 1
 
@@ -64,14 +64,14 @@ def run_cells(
     analyse: Collection[str] = (),
     trainer: Trainer | None = None,
 ) -> list[Run]:
-    """Train every cell into `folder/NAME`, as many at a time as there are GPUs, or cores where there are none.
+    """Train every cell into `folder/NAME`, as many at a time as there are GPUs, or cores if there is no GPU.
 
-    Finished cells are skipped, and unfinished ones go on from their checkpoint. The cells named in `analyse` are
-    analysed once they are trained. Raises `FailedCellsError` after the last cell if some failed, `Interrupted`
-    after a Ctrl-C, when every worker has saved.
+    Finished cells are skipped, and unfinished ones continue from their checkpoint. The cells named in `analyse` are
+    analysed after training. Raises `FailedCellsError` after the last cell if some failed, and `Interrupted` after
+    Ctrl-C, when every worker has saved.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise LabError("many runs are spread over the GPUs without torchrun: start the command by itself")
+        raise LabError("many runs share the GPUs without torchrun: start the command without torchrun")
     cells, execution = table.checked(cells), execution.checked()
     for _, recipe in cells:
         fitting.checked(recipe, execution)
@@ -86,7 +86,7 @@ def run_cells(
     outcomes: list[Outcome] = []
     if not todo:
         if not quiet:
-            say(f"all {len(cells)} runs are finished already")
+            say(f"all {len(cells)} runs are already finished")
     else:
         places = seats(execution.device, jobs, execution.threads)[: len(todo)]
         tasks = [
@@ -104,11 +104,11 @@ def run_cells(
 
 
 def _gathered(cells: Sequence[Cell], folder: Path, outcomes: dict[str, Outcome]) -> list[Run]:
-    """The disk says what is finished: a worker may have been interrupted right after it wrote its result."""
+    """Read from disk which cells are finished, because a worker may be interrupted right after it wrote its result."""
     runs = [Run.read(folder / name) for name, recipe in cells if table.finished(folder / name, recipe)]
     if any(outcome.kind == "interrupted" for outcome in outcomes.values()):
         raise Interrupted(
-            f"{len(runs)} of {len(cells)} runs are finished, those under way are saved; go on with: {command()}"
+            f"{len(runs)} of {len(cells)} runs are finished, running ones are saved; resume with: {command()}"
         )
     failures = {name: outcome.reason for name, outcome in outcomes.items() if outcome.kind == "failed"}
     if failures:
@@ -125,10 +125,10 @@ def _cell(
     device: str,
     watch: Watch,
 ) -> None:
-    """In a worker: what this cell still lacks."""
+    """Runs in a worker: train and analyse the cell, as far as it is not done yet."""
     execution = dataclasses.replace(execution, device=device)
     try:
-        _trainer(trainer)(recipe, folder, execution, resume=True, watch=watch)  # a finished run is left as it is
+        _trainer(trainer)(recipe, folder, execution, resume=True, watch=watch)  # does nothing for a finished run
         if analysed and not _analysed(folder):
             from kalmannorm.lab.analysis.analyse import analyse
 
@@ -152,7 +152,7 @@ def _trainer(given: Trainer | None) -> Trainer:
 
 
 def _analysed(folder: Path) -> bool:
-    """A diverged net has nothing to analyse."""
+    """Whether the analysis is done. A diverged network is not analysed."""
     run = Run.read(folder)
     result = run.result
     return run.analysis("variance-gap") is not None or bool(result and result["diverged"])

@@ -1,4 +1,4 @@
-"""A comparison while it runs: a live table in a terminal, a line per finished run elsewhere."""
+"""Shows a comparison while it runs: a live table in a terminal, else a line per finished run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kalmannorm.lab.words.wording import accuracy, counted, number
 
 
 class Screen(Listener):
-    """Follows the cells that are worked on; `todo` are their places among all. Shows nothing: that is what heirs do."""
+    """Tracks the cells that are trained now; `todo` are these cells. It shows nothing, its subclasses do."""
 
     def __init__(self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int) -> None:
         self.progress = Progress(cells, workers)
@@ -59,13 +59,13 @@ class Screen(Listener):
 
 
 class Lines(Screen):
-    """For a file or a pipe."""
+    """Output for a file or a pipe."""
 
     def __init__(self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int) -> None:
         super().__init__(cells, todo, folder, workers)
         self.titles = {place: row for row in self.progress.rows for place in row.members}
         if self.kept:
-            say(f"{self.kept} of {counted(len(cells), 'run')} finished already")
+            say(f"{self.kept} of {counted(len(cells), 'run')} already finished")
 
     def ended(self, task: int, outcome: Outcome) -> None:
         super().ended(task, outcome)
@@ -78,11 +78,11 @@ class Lines(Screen):
         say(f"{place}  {row.title} {row.setting} seed {cell.recipe.seed}: {what}  ({cell.seconds:.1f} s)")
 
     def interrupted(self) -> None:
-        say("interrupted: the runs under way are being saved")
+        say("interrupted: saving the running runs")
 
 
 class LiveTable(Screen):
-    """For a terminal: one row per method and setting."""
+    """Output for a terminal: one row per method and setting."""
 
     def __init__(
         self, cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, workers: int, console: Console
@@ -113,7 +113,7 @@ class LiveTable(Screen):
         return table
 
     def _shown(self) -> list[Row]:
-        """All rows, or what fits: those that run, then those that have ended."""
+        """All rows, or as many as fit: first those that run, then those that have ended."""
         room = self.console.height - 4
         if len(self.progress.rows) <= room:
             return self.progress.rows
@@ -128,7 +128,7 @@ class LiveTable(Screen):
         return [row for row in self.progress.rows if id(row) in chosen]
 
     def _line(self, row: Row) -> dict[str, RenderableType]:
-        """By column."""
+        """The content of a row, by column."""
         cells = self.progress.of(row)
         ended = [cell for cell in cells if cell.state in ("finished", "diverged")]
         running = [cell for cell in cells if cell.state == "running"]
@@ -138,7 +138,7 @@ class LiveTable(Screen):
             line |= {"epoch": f"{heard[-1].epoch:.1f}", "loss": f"{heard[-1].loss:.3f}"}
         for mode in INFERENCE_MODES:
             found = spread(cell.accuracy.get(mode) for cell in ended or running)
-            if found is not None:  # dim where no run has ended: not yet a result
+            if found is not None:  # dim until a run has ended: not a result yet
                 line[mode] = Text(accuracy(found), style="" if ended else "dim")
         speed = spread(cell.images_per_second for cell in heard or ended)
         if speed is not None:
@@ -150,10 +150,10 @@ class LiveTable(Screen):
         total = len(self.progress.cells)
         parts = [f"{self.progress.over} of {counted(total, 'run')}"]
         if self.kept:
-            parts.append(f"{self.kept} of them finished before")
+            parts.append(f"{self.kept} already finished")
         rest = self.progress.remaining()
         if self.stopping:
-            parts.append("saving; once more Ctrl-C does not wait")
+            parts.append("saving; press Ctrl-C again to stop without saving")
         elif rest is not None:
             parts.append(f"about {_clock(rest)} left")
         return Text(", ".join(parts), style="dim")
@@ -182,14 +182,14 @@ def _verdict(cells: Sequence[CellProgress]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """ "0:45", "3:20" or "2:05:00": of one width while it counts down."""
+    """ "0:45", "3:20" or "2:05:00". The width stays constant during the countdown."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 def say(line: str) -> None:
-    """To people, not to a pipe."""
+    """Print to standard error, for people."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -197,7 +197,7 @@ def say(line: str) -> None:
 def screen(
     cells: Sequence[Cell], todo: Sequence[Cell], folder: Path, *, workers: int, quiet: bool = False
 ) -> Iterator[Screen]:
-    """What fits where standard error goes to; standard output is left to results."""
+    """The output that fits standard error. Standard output is reserved for results."""
     if quiet:
         yield Screen(cells, todo, folder, workers)
         return

@@ -1,9 +1,9 @@
-"""Worker processes that live over many tasks: each imports torch once, is heard live, and is missed when it dies.
+"""Worker processes that run many tasks. Each imports torch once and reports its progress; a crash of one is detected.
 
-A task runs in a process of its own, so that neither a crash nor the memory it needs touches the others. Ctrl-C is
-counted here and passed on: a worker's task gets SIGINT, as it would in a terminal, saves what it has and ends. Workers
-are no part of the terminal's process group, or the terminal would interrupt them a second time while they save.
-What a task prints goes to a file of its own; the screen belongs to the parent.
+A task runs in a worker process, so that a crash or its memory does not affect the others. Ctrl-C is counted here and
+passed on: the worker gets SIGINT, as it would in a terminal, and the task saves its state and ends. Workers are not in
+the terminal's process group. Otherwise the terminal would interrupt them a second time while they save. The output of a
+task goes to its own file, because only the parent writes to the screen.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.machine.devices import check_threads, cores, most_at_once, resolve
 
 TICK = 0.2
-"""Seconds between two looks at workers that say nothing."""
+"""Seconds between two checks of silent workers."""
 
 
 class Outcome(NamedTuple):
-    """How a task ended; `reason` is one line for people."""
+    """How a task ended. `reason` is one line for people."""
 
     kind: Literal["done", "failed", "interrupted"]
     reason: str = ""
 
 
 class Listener:
-    """What a pool tells while it runs; tasks go by their number."""
+    """Called by a pool while it runs. Tasks are identified by their number."""
 
     def started(self, task: int) -> None: ...
 
@@ -50,20 +50,21 @@ class Listener:
     def interrupted(self) -> None: ...
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Called regularly."""
 
 
 class Seat(NamedTuple):
-    """Where a worker computes."""
+    """The device and threads of a worker."""
 
     device: str
     threads: int
 
 
 def seats(device: str, jobs: int | None, threads: int | None = None) -> list[Seat]:
-    """One worker per GPU; without GPUs one per core, with one thread: small nets gain nothing from more.
+    """One worker per GPU. Without GPUs one worker per core, with one thread, because small networks gain nothing from
+    more.
 
-    `jobs` is another number of workers: they share the GPUs, or the cores, as evenly as can be. `threads` is another
+    `jobs` is another number of workers. They share the GPUs, or the cores, as evenly as possible. `threads` is another
     number of threads for each of them.
     """
     if jobs is not None:
@@ -80,33 +81,33 @@ def seats(device: str, jobs: int | None, threads: int | None = None) -> list[Sea
 
 
 class _Worker:
-    """The parent's side of a worker; it is given its first task at once, so that every death ends a task."""
+    """The parent's side of a worker. It gets its first task immediately, so that a crash always belongs to a task."""
 
     def __init__(self, seat: Seat, output: Path, number: int, task: Task) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.seat = seat
         self.connection, far_end = spawn.Pipe()
-        # Not a daemon: those may have no children, and readers of image folders are.
+        # Not a daemon: a daemon cannot have child processes, and image folders are read by child processes.
         self.process = spawn.Process(target=serve, args=(far_end, seat.device, seat.threads, output))
-        with _interrupts_ignored():  # the child inherits it: no traceback where Ctrl-C comes while it still imports
+        with _interrupts_ignored():  # inherited by the child: no traceback if Ctrl-C comes during its imports
             self.process.start()
         far_end.close()
         self.give(number, task)
 
     def give(self, number: int, task: Task | None) -> None:
         self.number = number
-        with contextlib.suppress(OSError):  # it has died: that is seen at the next look
+        with contextlib.suppress(OSError):  # the worker has died, which the next check finds
             self.connection.send(task)
 
     def interrupt(self) -> None:
-        """Said as well as signalled: the signal does nothing between two tasks."""
+        """Send a message and a signal, because the signal has no effect between two tasks."""
         with contextlib.suppress(OSError):
             self.connection.send(None)
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGINT)
 
     def messages(self) -> Iterator[tuple[str, Any]]:
-        """All that has come."""
+        """All messages that have arrived."""
         with contextlib.suppress(EOFError, OSError):
             while self.connection.poll():
                 yield self.connection.recv()
@@ -116,7 +117,7 @@ class _Worker:
         code = self.process.exitcode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            hint = ", perhaps for lack of memory" if name == "SIGKILL" else ""
+            hint = ", perhaps because memory was short" if name == "SIGKILL" else ""
             return f"its process was killed by {name}{hint}"
         return f"its process ended with status {code}"
 
@@ -128,7 +129,7 @@ class _Interrupts:
 
 @contextlib.contextmanager
 def _interrupts_counted() -> Iterator[_Interrupts]:
-    """Ctrl-C must not break off a message half read, or a table half drawn."""
+    """Count Ctrl-C instead of raising an error, so that it cannot interrupt reading a message or drawing a table."""
     interrupts = _Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
@@ -157,9 +158,9 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def perform(tasks: Sequence[Task], places: Sequence[Seat], output: Path, listener: Listener) -> list[Outcome]:
-    """The outcome of every task. After a Ctrl-C those that ran are interrupted, and those that waited too.
+    """The outcome of every task. After Ctrl-C all running and waiting tasks count as interrupted.
 
-    What a task prints is kept in the folder `output`. A second Ctrl-C waits no longer.
+    The output of a task is written to the folder `output`. A second Ctrl-C stops without waiting.
     """
     return _Pool(tasks, output, listener).run(places)
 
@@ -209,7 +210,7 @@ class _Pool:
         connections: list[Connection] = [worker.connection for worker in self.workers]
         wait(connections, TICK)
         for worker in list(self.workers):
-            alive = worker.process.is_alive()  # asked first: what a dead worker said is then all there
+            alive = worker.process.is_alive()  # first: then all messages of a dead worker have arrived
             for kind, content in worker.messages():
                 if kind == "heard":
                     self.listener.heard(worker.number, content)
@@ -233,7 +234,7 @@ class _Pool:
             worker.give(worker.number, None)
 
     def _bury(self, worker: _Worker) -> None:
-        """The task that a worker died with has failed; another worker goes on with the rest."""
+        """The task of a dead worker has failed. A new worker continues with the remaining tasks."""
         self.workers.remove(worker)
         worker.process.join()
         worker.connection.close()

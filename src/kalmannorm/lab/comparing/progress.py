@@ -1,4 +1,4 @@
-"""How far a comparison is: the state of every cell from what its worker says, and how long the rest will take."""
+"""The progress of a comparison: the state of every cell from its worker's messages, and the remaining time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CellProgress:
     loss: float | None = None
     images_per_second: float | None = None
     accuracy: dict[str, float] = field(default_factory=dict)
-    """By mode: of the last evaluation, at the end of the result."""
+    """By mode, from the last evaluation, and at the end from the result."""
     reason: str = ""
     started: float = 0.0
     first: tuple[float, float] | None = None
-    """Time and fraction when the worker was first heard: a resumed cell does not start at 0."""
+    """Time and fraction at the worker's first message, because a resumed cell does not start at 0."""
     seconds: float = 0.0
-    """That it took, once it has ended."""
+    """Duration of the cell, once it has ended."""
 
     @property
     def over(self) -> bool:
@@ -53,7 +53,7 @@ class CellProgress:
         self.accuracy, self.images_per_second = result["accuracy"], result["images_per_second"]
 
     def remaining(self, now: float) -> float | None:
-        """Seconds until a running cell ends, at its speed so far; None while that is unknown."""
+        """Seconds until a running cell ends, at its speed so far. None while that is unknown."""
         if self.first is None:
             return None
         since, at = self.first
@@ -62,7 +62,7 @@ class CellProgress:
 
 
 class Progress:
-    """All cells; `workers` of them run at a time."""
+    """All cells. `workers` of them run at a time."""
 
     def __init__(self, cells: Sequence[Cell], workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.cells = [CellProgress(name, recipe) for name, recipe in cells]
@@ -77,7 +77,7 @@ class Progress:
         return sum(cell.over for cell in self.cells)
 
     def remaining(self) -> float | None:
-        """Seconds until all have ended; None before the first cell is well under way."""
+        """Seconds until all cells have ended. None until the first cell has made enough progress."""
         now = self.clock()
         running = {id(cell): cell.remaining(now) for cell in self.cells if cell.state == "running"}
         known: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""A comparison in numbers: mean and spread over seeds of every method at every setting, as text or for scripts."""
+"""The summary of a comparison: mean and spread over seeds of every method at every setting, as text or data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kalmannorm.lab.words.wording import MISSING, accuracy, number
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in their seed alone, by their place in the list they came from."""
+    """Runs that differ only in their seed, by their indices in the original list."""
 
     recipe: Recipe
-    """Of the first of them."""
+    """The recipe of the first run."""
     members: list[int]
     title: str
-    """The method, and what else tells this row from the others: "BKN, 15 epochs"."""
+    """The method, and the options in which this row differs from others: "BKN, 15 epochs"."""
 
     @property
     def setting(self) -> str:
@@ -30,7 +30,7 @@ class Row:
 
 
 def rows(recipes: Sequence[Recipe]) -> list[Row]:
-    """The recipes by rows, in the order of their methods, then of their settings."""
+    """The recipes as rows, sorted by method, then by setting."""
     members: dict[Recipe, list[int]] = {}
     for place, recipe in enumerate(recipes):
         members.setdefault(dataclasses.replace(naming.essence(recipe), seed=0), []).append(place)
@@ -44,7 +44,7 @@ def rows(recipes: Sequence[Recipe]) -> list[Row]:
 
 
 def summarize(runs: Sequence[Run]) -> list[Record]:
-    """One record per row; runs without a result are counted, not averaged."""
+    """One record per row. Runs without a result are counted, but not averaged."""
     results = [run.result for run in runs]
     found = []
     for row in rows([run.recipe for run in runs]):
@@ -79,7 +79,7 @@ def _json(found: Spread | None) -> Record | None:
 
 
 def table(records: Sequence[Record]) -> str:
-    """What `summarize` gives, for a terminal or a file."""
+    """The records of `summarize` as text, for a terminal or a file."""
     modes = [mode for mode in INFERENCE_MODES if any(mode in record["accuracy"] for record in records)]
     head = ["", "setting", *modes, "images/s", "runs"]
     body = [

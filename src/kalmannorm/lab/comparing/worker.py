@@ -1,4 +1,4 @@
-"""The inside of a worker process: tasks one after another, told to the parent, until it says no more or is gone."""
+"""The code inside a worker process: runs tasks and reports to the parent, until the parent ends it or exits."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from kalmannorm.lab.machine import memory
 Watch = Callable[[Record], None]
 
 PATIENCE = 30.0
-"""Seconds that a task waits for another process, orphaned perhaps, which still works on it."""
+"""Seconds that a task waits for another process that still works on it, perhaps one whose parent was killed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """`call(device, watch)` in a worker, so it must pickle; `watch` takes records home. The name is a file's name."""
+    """`call(device, watch)` runs in a worker, so it must be picklable. `watch` sends records. `name` is a file name."""
 
     name: str
     call: Callable[[str, Watch], Any]
 
 
 def serve(connection: Connection, device: str, threads: int, output: Path) -> None:
-    """Performs what comes from the parent, and answers ("heard", record) and ("ended" or "left", (kind, reason))."""
+    """Run tasks from the parent. Answers are ("heard", record) and ("ended" or "left", (kind, reason))."""
     os.setpgrp()
     threading.Thread(target=_interrupt_when_orphaned, daemon=True).start()
     torch.set_num_threads(threads)
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone, and nobody is left to tell
+    with contextlib.suppress(EOFError, OSError):  # the parent has exited, so nobody needs an answer
         while (task := connection.recv()) is not None:
             try:
                 kind, outcome = _perform(task, connection, device, output)
@@ -68,7 +68,7 @@ def _perform(task: Task, connection: Connection, device: str, output: Path) -> t
     path = output / f"{task.name}.txt"
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if connection.poll():  # only "no more" can come now: it was said before signals were heeded
+        if connection.poll():  # the parent can only have sent "no more tasks", before signals were handled
             return "ended", ("interrupted", "")
         output.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file, _claimed(file, task.name):
@@ -79,7 +79,7 @@ def _perform(task: Task, connection: Connection, device: str, output: Path) -> t
     except LabError as error:
         return "ended", ("failed", str(error))
     except Exception as error:
-        # Memory may be held, or the device unusable: the next task gets a new process.
+        # Memory may still be allocated, or the device unusable, so the next task gets a new process.
         return "left", ("failed", _explained(error, path))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -87,14 +87,14 @@ def _perform(task: Task, connection: Connection, device: str, output: Path) -> t
 
 def _explained(error: Exception, path: Path) -> str:
     if memory.ran_out(error):
-        return "the memory is too small: try fewer --jobs, or a --micro-batch"
+        return "out of memory: try fewer --jobs, or a --micro-batch"
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'} (all of it in {path})"
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'} (full output in {path})"
 
 
 @contextlib.contextmanager
 def _claimed(file: IO[bytes], name: str) -> Iterator[None]:
-    """The file takes what is printed, and says that the task is taken."""
+    """Write the output of the task to the file, and lock the file while the task runs."""
     _lock(file, name)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -116,12 +116,12 @@ def _claimed(file: IO[bytes], name: str) -> Iterator[None]:
 
 
 def _lock(file: IO[bytes], name: str) -> None:
-    """One process at a time works on a task: a parent that was killed may leave a worker behind that still saves."""
+    """Allow one process at a time to work on a task. If a parent was killed, its worker may still be saving."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if time.monotonic() > end:
-                raise LabError(f"another process works on {name}: wait for it, or choose another folder") from None
+                raise LabError(f"another process is working on {name}: wait for it, or choose another folder") from None
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Data sets by name. Small ones live on the device; image folders stream from files. See docs/data.md."""
+"""Data sets by name. Small ones are kept on the device, image folders are read from files. See docs/data.md."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def load(
     workers: int = 4,
     seed: int = 0,
 ) -> Data:
-    """A data set, ready to be trained on.
+    """Load a data set for training.
 
     Args:
         name: one of `names()`, or "folder:PATH" for an image folder with train/ and val/.
         root: the folder of all data sets; None is $KALMANNORM_DATA, else kalmannorm in the user's cache.
-        device: where the batches, and small sets altogether, are to be.
-        image_size: images are scaled to so many pixels square; None is the data set's own size.
-        train_examples, test_examples: at most so many, of each class its share, the same for every run.
-        workers: processes that read an image folder; their number changes nothing but the speed.
-        seed: chooses those examples. Runs that are compared must share it; it is not the seed of a training.
+        device: the device of the batches, and of small data sets as a whole.
+        image_size: images are scaled to this many pixels square; None is the data set's own size.
+        train_examples, test_examples: the most examples, with the same share of each class, and equal in all runs.
+        workers: processes that read an image folder. Their number affects only the speed.
+        seed: chooses those examples. Compared runs must have the same seed here. It is not the seed of a training.
     """
     for option, bounds, value in (
         ("image_size", IMAGE_SIZE, image_size),

@@ -1,4 +1,4 @@
-"""Every data set that has a name."""
+"""All named data sets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Source:
-    """The data set of that name; "folder:PATH" is the image folder at PATH."""
+    """The data set with this name. "folder:PATH" is the image folder at PATH."""
     if name.startswith(PREFIX):
         path = name.removeprefix(PREFIX)
         if not path:
-            raise LabError("folder: needs a path, as in folder:/data/flowers, with train/ and val/ in it")
+            raise LabError("folder: needs a path, as in folder:/data/flowers, which contains train/ and val/")
         return ImageFolders(name, at_home(path))
     return SOURCES[one_of("dataset", name, [*SOURCES, f"{PREFIX}PATH"])]

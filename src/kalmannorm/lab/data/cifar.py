@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 as their "python version" lies on disk, which is what torchvision downloads and reads.
+"""CIFAR-10 and CIFAR-100 in their "python version", which torchvision downloads and reads.
 
-Each file is verified whenever it is read: by the sha256 of its pixels and labels where we know it (so that it does not
-matter who pickled them), else by the md5 that torchvision gives for the original file.
+Each file is verified whenever it is read: by the sha256 of its pixels and labels if that is known (so the way of
+pickling does not matter), else by torchvision's md5 of the original file.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 @dataclass(frozen=True)
 class File:
-    """One pickle: a dict of "data", (examples, 3072) uint8, and a list of labels."""
+    """One pickle: a dict with "data", (examples, 3072) uint8, and a list of labels."""
 
     name: str
     examples: int
     md5: str
     content: str | None = None
-    """`content_digest` of what it holds, where known."""
+    """`content_digest` of its content, if known."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Cifar:
         for file in self.files:
             path = self.where(root) / file.name
             if not path.is_file():
-                raise MissingDataError(f"there is no {path}: get it by {remedy(self.name, root)}")
+                raise MissingDataError(f"there is no {path}: get it with {remedy(self.name, root)}")
             if path.stat().st_size < file.examples * PIXELS:
                 raise self._damaged(path, "cut short")
 
@@ -93,7 +93,7 @@ class Cifar:
         return Resident.chosen(self, train, test, options, mean=mean, std=std, padding=4)
 
     def _damaged(self, path: Path, why: str) -> DamagedDataError:
-        return DamagedDataError(f"{path} is damaged ({why}): mend it by {remedy(self.name, path.parent.parent)}")
+        return DamagedDataError(f"{path} is damaged ({why}): repair it with {remedy(self.name, path.parent.parent)}")
 
     def _read(self, path: Path, file: File) -> Split:
         raw = path.read_bytes()
@@ -102,9 +102,9 @@ class Cifar:
             pixels = np.ascontiguousarray(record["data"])
             labels = np.asarray(record[self.label_key], np.int64)
         except Exception:  # a damaged pickle may raise anything
-            raise self._damaged(path, "no pickle of CIFAR's") from None
+            raise self._damaged(path, "not a pickle of CIFAR") from None
         if pixels.dtype != np.uint8 or pixels.shape != (file.examples, PIXELS) or labels.shape != (file.examples,):
-            raise self._damaged(path, f"it does not hold {file.examples:,} images")
+            raise self._damaged(path, f"it does not contain {file.examples:,} images")
         if file.content is not None:
             intact = content_digest(pixels, labels) == file.content
         else:
@@ -128,8 +128,8 @@ class Cifar:
             except (OutOfReachError, DamagedDataError) as error:
                 failures.append(str(error))
         raise LabError(
-            f"{self.name} is out of reach ({'; '.join(failures)}): put the folder {self.folder}, which is in the "
-            f"python version at {PAGE}, into {root}"
+            f"{self.name} could not be downloaded ({'; '.join(failures)}): put the folder {self.folder} from the "
+            f"python version at {PAGE} into {root}"
         )
 
     def _from_torchvision(self, folder: Path, say: Say) -> None:
@@ -150,16 +150,16 @@ class Cifar:
 
 
 def content_digest(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> str:
-    """sha256 of what a file holds, however it is pickled."""
+    """sha256 of the content of a file. It does not depend on the way of pickling."""
     found = hashlib.sha256(pixels.data)
     found.update(labels.astype(np.uint8).tobytes())
     return found.hexdigest()
 
 
 class _Unpickler(pickle._Unpickler):
-    """Arrays and plain values only: a data file must not be able to run code.
+    """Allows only arrays and plain values, so that a data file cannot run code.
 
-    The one that is written in Python: a few bytes can make the other one fill all memory.
+    It is based on the unpickler written in Python, because a few bytes can make the one written in C fill all memory.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -167,9 +167,9 @@ class _Unpickler(pickle._Unpickler):
             return getattr(np, name)
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return np.empty(0).__reduce__()[0]
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 pickles bytes for Python 2
             return codecs.encode
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a data file")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a data file")
 
 
 CIFAR10 = Cifar(

@@ -1,7 +1,7 @@
-"""Image files to pixels, in threads; a file that is no image, or too large a one, is named.
+"""Decodes image files in threads. An error names a file that is not an image or is too large.
 
-An image may have 89,478,485 pixels, which is where Pillow begins to warn of files that are small and decode to
-gigabytes, and its longer side may be 100 times its shorter: scaled to its shorter side it would grow by as much.
+An image may have 89,478,485 pixels. Above this size Pillow warns of small files that decode to gigabytes. The longer
+side of an image may be 100 times its shorter side, because scaling the shorter side scales the longer one equally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 MOST_PIXELS = 89_478_485
 MOST_LONG = 100
 _filters = threading.Lock()
-"""Filters of warnings are the whole process's: one thread at a time may change them."""
+"""Warning filters belong to the whole process, so only one thread at a time may change them."""
 
 
 def opened(path: str | Path) -> Image:
@@ -38,7 +38,7 @@ def opened(path: str | Path) -> Image:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DamagedDataError(f"{path} is no regular file: restore it or take it away")
+                raise DamagedDataError(f"{path} is not a regular file: restore it or delete it")
             with _header(file) as image:
                 _check_size(path, *image.size)
                 rgb: Image = image.convert("RGB")
@@ -47,21 +47,21 @@ def opened(path: str | Path) -> Image:
         raise
     except PIL.Image.DecompressionBombError:
         raise _too_large(path, f"more than {2 * MOST_PIXELS:,}") from None
-    except Exception as error:  # of a damaged file Pillow's readers may raise anything
+    except Exception as error:  # Pillow may raise anything for a damaged file
         reason = " ".join(_named(error).split())
-        raise DamagedDataError(f"{path} is no image that can be read ({reason}): restore it or take it away") from None
+        raise DamagedDataError(f"{path} is not a readable image ({reason}): restore it or delete it") from None
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """A pipe that nobody writes to would be waited for."""
+    """Open without blocking, because a pipe without a writer would block forever."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _header(file: IO[bytes]) -> Image:
-    """The image before it is decoded, without a warning of its size."""
+    """The image before it is decoded. Warnings about its size are suppressed."""
     import PIL.Image
 
-    file.read(1)  # the disk is waited for outside of the lock
+    file.read(1)  # wait for the disk before taking the lock
     file.seek(0)
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
@@ -73,19 +73,17 @@ def _check_size(path: str | Path, width: int, height: int) -> None:
         raise _too_large(path, f"{width * height:,}")
     if max(width, height) > MOST_LONG * min(width, height):
         raise DamagedDataError(
-            f"{path} has {width:,}×{height:,} pixels, and one side may be {MOST_LONG} times the other: crop it or take "
-            "it away"
+            f"{path} has {width:,}×{height:,} pixels; one side may be at most {MOST_LONG} times the other: "
+            "crop it or delete it"
         )
 
 
 def _too_large(path: str | Path, count: str) -> DamagedDataError:
-    return DamagedDataError(
-        f"{path} holds {count} pixels, and {MOST_PIXELS:,} are the most: scale it down or take it away"
-    )
+    return DamagedDataError(f"{path} has {count} pixels; the limit is {MOST_PIXELS:,}: scale it down or delete it")
 
 
 def _named(error: Exception) -> str:
-    """What it says, without the file, which is named before."""
+    """The error message without the file name, which the caller adds."""
     import PIL
 
     if isinstance(error, PIL.UnidentifiedImageError):
@@ -109,12 +107,12 @@ def pixels(paths: Sequence[Path], side: int) -> NDArray[np.uint8]:
 
 
 def check(paths: Sequence[str]) -> None:
-    """Raise DamagedDataError at a file that cannot be decoded."""
+    """Raise DamagedDataError for a file that cannot be decoded."""
     _in_threads(opened, paths)
 
 
 def _in_threads(work: Callable[[T], object], items: Sequence[T]) -> None:
-    """In chunks, so that neither a million results nor a million waiting tasks are kept."""
+    """Work in chunks, so that not all results and waiting tasks of a million items are kept in memory."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for start in range(0, len(items), 1024):
             for _ in pool.map(work, items[start : start + 1024]):

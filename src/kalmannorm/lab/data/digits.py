@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 real digits of 8×8 pixels: they come with its package, so nothing has to be fetched."""
+"""scikit-learn's 1,797 real digits of 8×8 pixels. They come with its package, so nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Digits:
         self.read()
 
     def read(self) -> tuple[Split, Split]:
-        """Training and test half; the split is stratified and always the same."""
+        """Training and test set. The split is stratified and always the same."""
         try:
             from sklearn.datasets import load_digits
             from sklearn.model_selection import train_test_split

@@ -1,4 +1,4 @@
-"""Where data sets lie, what can be wrong with them, and how a fetched one takes its place in one step."""
+"""Where data sets are stored, their errors, and how a download replaces the old files in one step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from kalmannorm.lab.errors import LabError
 
 Say = Callable[[str], None]
-"""Takes a line on how a download goes."""
+"""Prints a line about the progress of a download."""
 
 
 class MissingDataError(LabError):
-    """A data set that is not there; the message says how to get it."""
+    """A data set is missing. The message says how to get it."""
 
 
 class DamagedDataError(LabError):
-    """A file that does not hold what it should; the message says how to mend it."""
+    """A file has the wrong content. The message says how to repair it."""
 
 
 class OutOfReachError(LabError):
-    """A source that cannot be fetched from; another may."""
+    """A source cannot be downloaded from. Another source may work."""
 
 
 def data_root(given: Path | None = None) -> Path:
-    """The folder of all data sets: the one given, else $KALMANNORM_DATA, else kalmannorm in the user's cache."""
+    """The folder of all data sets: the given one, else $KALMANNORM_DATA, else kalmannorm in the user's cache."""
     if given is not None:
         return at_home(given)
     if chosen := os.environ.get("KALMANNORM_DATA"):
@@ -38,12 +38,12 @@ def data_root(given: Path | None = None) -> Path:
 
 
 def at_home(path: str | Path) -> Path:
-    """With ~ for the user's home; of a user that is not known it stays as it is."""
+    """Replace ~ by the user's home. For an unknown user the path stays unchanged."""
     return Path(os.path.expanduser(path))
 
 
 def remedy(name: str, root: Path) -> str:
-    """The command that brings a data set to this root."""
+    """The command that downloads a data set to this root."""
     return f"kalmannorm data fetch {name}" + ("" if root == data_root() else f" --root {root}")
 
 
@@ -57,9 +57,9 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def arriving(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`; what lies in it as `target.name` takes the target's place when all went well.
+    """An empty temporary folder beside `target`. If no error occurs, its entry `target.name` replaces the target.
 
-    Until then, and after any failure, the old target is as it was.
+    Until then, and after any error, the old target stays unchanged.
     """
     folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -1,4 +1,4 @@
-"""Image folders, ImageNet among them: train/ and val/, each with a folder of images per class."""
+"""Image folders, such as ImageNet: train/ and val/, each with a folder of images per class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFIX = "folder:"
 
 @dataclass(frozen=True)
 class ImageFolders:
-    """At `path`, or in the folder `name` of the data root."""
+    """The image folder at `path`, or the folder `name` in the data root."""
 
     name: str
     path: Path | None = None
@@ -35,7 +35,7 @@ class ImageFolders:
         self._class_names(root)
 
     def _class_names(self, root: Path) -> list[str]:
-        """From the folders only: to list ImageNet's files takes long."""
+        """The class names, from folders only, because listing the files of ImageNet takes long."""
         home = self.where(root)
         if not home.is_dir():
             remedy = "put your copy there" if self.path is None else "give the path of a folder with train/ and val/"
@@ -46,10 +46,10 @@ class ImageFolders:
         ]
         for part, found in zip(parts, names, strict=True):
             if not found:
-                raise MissingDataError(f"{part} must hold a folder of images per class")
+                raise MissingDataError(f"{part} must contain a folder of images per class")
         if names[0] != names[1]:
             odd = sorted(set(names[0]) ^ set(names[1]))
-            raise MissingDataError(f"{parts[0]} and {parts[1]} must hold the same classes; only one has {odd[0]}")
+            raise MissingDataError(f"{parts[0]} and {parts[1]} must contain the same classes; only one has {odd[0]}")
         return names[0]
 
     def check(self, root: Path) -> None:
@@ -88,7 +88,7 @@ class ImageFolders:
         )
 
     def _shuffled(self, root: Path, part: str, count: int | None, seed: int) -> Files:
-        """In an order that is always the same: class by class, neighbours would share more than their statistics."""
+        """The files in a fixed random order. In the order of classes, the examples of a group would be too similar."""
         files = Files(*self._files(root, part))
         files = files.subset(stratified(files.labels, count, seed))
         return files.subset(torch.randperm(len(files), generator=generator("files", part)))
@@ -100,16 +100,16 @@ class ImageFolders:
             folder = self.where(root) / part / name
             found = images_in(folder)
             if not found:
-                raise MissingDataError(f"{folder} holds no images: put some there, or take the class away")
+                raise MissingDataError(f"{folder} contains no images: add some, or delete this folder")
             paths += found
             labels += [label] * len(found)
         return paths, labels
 
 
 def images_in(folder: Path) -> list[str]:
-    """Files named as images are, at any depth, in the order in which torchvision's `ImageFolder` has them.
+    """Files with the names of images, at any depth, in the order of torchvision's `ImageFolder`.
 
-    Links are followed, but no folder is entered twice, nor one that this one lies in: links may lead back.
+    Links are followed. No folder is entered twice, and none that contains this folder, because links may form cycles.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 

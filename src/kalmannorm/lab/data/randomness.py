@@ -1,6 +1,6 @@
-"""Randomness that depends on nothing but its place: seed, epoch, batch or example.
+"""Random numbers that depend only on their place: seed, epoch, batch or example.
 
-Generators live on the CPU, so that every device, rank and worker draws the same.
+Generators are on the CPU, so that all devices, ranks and workers draw the same numbers.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def generator(*place: int | str) -> torch.Generator:
-    """The generator of a place: ("order", seed, epoch), say."""
+    """The generator of a place, such as ("order", seed, epoch)."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch sees the training set."""
+    """The order of the training set in an epoch."""
     return torch.randperm(count, generator=generator("order", seed, epoch))
 
 
 def stratified(labels: Tensor, count: int | None, seed: int = 0) -> Tensor:
-    """Positions of `count` examples, ascending, each class by its share; fewer examples are a part of more."""
+    """Indices of `count` examples, ascending, with the same share of each class. A smaller count gives a subset."""
     if count is None or count >= len(labels):
         return torch.arange(len(labels))
     rng = generator("subset", seed)

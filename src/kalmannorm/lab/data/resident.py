@@ -1,4 +1,4 @@
-"""Small data sets: all images on the device, normalized and augmented there, a batch at a time."""
+"""Small data sets: all images are on the device, and are normalized and augmented there in batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Split:
     labels: Tensor
 
     def subset(self, count: int | None, seed: int) -> Split:
-        """So many of each class by its share, the same for every run."""
+        """`count` examples, with the same share of each class, and equal in all runs."""
         chosen = stratified(self.labels, count, seed)
         return self if len(chosen) == len(self.labels) else Split(self.images[chosen], self.labels[chosen])
 
     def resized(self, size: int | None) -> Split:
-        """Scaled to `size` × `size` once, with antialiasing; None keeps the images."""
+        """Images scaled once to `size` × `size`, with antialiasing. None keeps the images."""
         if size is None or tuple(self.images.shape[2:]) == (size, size):
             return self
         parts = []
@@ -43,7 +43,7 @@ class Split:
         """Mean and standard deviation of each channel, (C,), over all pixels of uint8 images."""
         channels = self.images.shape[1]
         counts = torch.zeros(channels, 256, dtype=torch.float64)
-        for start in range(0, len(self.images), 1024):  # the counting makes an int64 copy
+        for start in range(0, len(self.images), 1024):  # counting makes an int64 copy
             part = self.images[start : start + 1024]
             for channel in range(channels):
                 counts[channel] += torch.bincount(part[:, channel].flatten(), minlength=256)
@@ -59,8 +59,8 @@ class Resident:
     """A data set on the device.
 
     Args:
-        mean, std: (C,), what the images are normalized with.
-        padding: a random crop of the image padded by so many mean pixels, and a flip, augment it; 0: nothing does.
+        mean, std: (C,), for the normalization of images.
+        padding: augment by padding with this many mean pixels, a random crop and a random flip; 0: no augmentation.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Resident:
     def chosen(
         cls, source: Source, train: Split, test: Split, options: Options, *, mean: Tensor, std: Tensor, padding: int
     ) -> Resident:
-        """As many examples, as large, as the options say; the padding grows with the images."""
+        """The examples and the image size from the options. The padding grows with the image size."""
         assert source.classes is not None
         size = options.image_size
         train, test = (
@@ -96,7 +96,7 @@ class Resident:
         if size is not None:
             shape = (len(train.labels) + len(test.labels), train.images.shape[1], size, size)
             what = f"{shape[0]:,} images of {size}×{size}"
-            remedy = "give a smaller --image-size, or fewer --train-examples"
+            remedy = "use a smaller --image-size, or fewer --train-examples"
             check_fits(what, shape, train.images.element_size(), remedy)
         return cls(
             source.name,
@@ -120,7 +120,7 @@ class Resident:
     ) -> Iterator[Batch]:
         order = epoch_order(self.train_size, seed, epoch)[numbers.start * size : numbers.stop * size]
         moves = [draw(size, self.padding, generator("augment", seed, epoch, i)) for i in numbers] if augmented else []
-        # The whole epoch's choices in one transfer: none has to be waited for between the steps.
+        # The random choices of the whole epoch are transferred at once, so that no step waits for them.
         chosen = order.view(-1, size)[:, mine].to(self.device)
         drawn = torch.stack(moves)[:, mine].to(self.device) if moves else None
         for i, positions in enumerate(chosen):
@@ -144,7 +144,7 @@ def draw(count: int, padding: int, rng: torch.Generator) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, moves: Tensor, padding: int) -> Tensor:
-    """The batch, each image padded with zeros, cropped and perhaps mirrored as its row of `moves` says."""
+    """Pad each image of a batch with zeros, crop it and perhaps flip it, as its row of `moves` says."""
     N, C, H, W = images.shape
     top, left, flip = moves.unbind(1)
     rows = top.view(N, 1) + torch.arange(H, device=images.device)

@@ -1,4 +1,4 @@
-"""How batches are numbered and divided among ranks; the same for every kind of data set."""
+"""Divides data into batches and batches among ranks, for every kind of data set."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kalmannorm.lab.errors import LabError
 
 
 def batch_count(name: str, train_size: int, size: int) -> int:
-    """Gradient batches of an epoch; what is left over is not trained on."""
+    """The number of gradient batches in an epoch. The remaining examples are not used."""
     if train_size < size:
         raise LabError(
-            f"{name} has {train_size} training examples, fewer than a gradient batch of {size}: take a smaller batch, "
+            f"{name} has {train_size} training examples, fewer than a gradient batch of {size}: use a smaller batch, "
             "or more examples"
         )
     return train_size // size
@@ -24,5 +24,5 @@ def share(size: int, rank: int, ranks: int) -> slice:
 
 
 def spans(count: int, size: int, rank: int = 0, ranks: int = 1) -> list[slice]:
-    """A whole set in batches of `size`, every `ranks`-th of them; the last may be smaller."""
+    """A whole set in batches of `size`, every `ranks`-th of them. The last may be smaller."""
     return [slice(start, start + size) for start in range(rank * size, count, ranks * size)]

@@ -1,4 +1,4 @@
-"""What the lab knows of a data set before it is read: its sizes, whether it is there, how to get and to load it."""
+"""The interface of a data set before it is loaded: its sizes, whether it exists, how to download and load it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Options:
 
 
 class Source(Protocol):
-    """A data set by name. Sizes are None where only the user's own files tell."""
+    """A data set by name. Sizes are None if they depend on the user's own files."""
 
     @property
     def name(self) -> str: ...
@@ -41,30 +41,30 @@ class Source(Protocol):
     def test_size(self) -> int | None: ...
 
     def where(self, root: Path) -> Path | None:
-        """The folder it lies in; None: it needs none."""
+        """The folder of the data set. None if it needs none."""
         ...
 
     def look(self, root: Path) -> None:
-        """Raise MissingDataError or DamagedDataError if a quick look finds something wrong."""
+        """Raise MissingDataError or DamagedDataError if a quick check finds a problem."""
         ...
 
     def check(self, root: Path) -> None:
-        """The same by reading everything and comparing checksums, where there are any."""
+        """Read everything and compare checksums, if there are any. Raises the same errors."""
         ...
 
     def counted(self, root: Path) -> Source:
-        """The same, with the sizes that its files tell where nothing else does; they may take a while to list."""
+        """The same data set, with missing sizes counted from its files. Listing them may take a while."""
         ...
 
     def fetch(self, root: Path, say: Say) -> None:
-        """Bring it to `root`, verified."""
+        """Download it to `root` and verify it."""
         ...
 
     def load(self, root: Path, options: Options) -> Data: ...
 
 
 def state(source: Source, root: Path, *, thorough: bool = False) -> tuple[DataState, str]:
-    """How a data set is, and the line that says what to do about it."""
+    """The state of a data set, and a line that says what to do."""
     try:
         source.check(root) if thorough else source.look(root)
     except MissingDataError as error:

@@ -1,7 +1,7 @@
-"""Large data sets: image files, read and augmented by worker processes while the device computes.
+"""Large data sets: worker processes read and augment image files while the device computes.
 
-What a file becomes depends on (seed, epoch, its index) alone, so neither the number of workers nor the batch in which
-an epoch is resumed matters. Workers hand over bytes; they become normalized floats on the device.
+The result for a file depends on (seed, epoch, its index) alone. So the number of workers, and the batch at which an
+epoch is resumed, have no effect. Workers return bytes, which become normalized floats on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kalmannorm.lab.data.sharing import batch_count, share, spans
 from kalmannorm.lab.errors import LabError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, which pretrained models expect."""
+"""Those of ImageNet, which pretrained models expect."""
 AHEAD = 4
 """Batches that each worker reads ahead."""
 
@@ -33,7 +33,7 @@ Transform = Callable[[Any], Tensor]
 
 
 class Files:
-    """Paths and labels in two arrays: lists of a million objects would be copied into every worker, bit by bit."""
+    """Paths and labels in two arrays. Lists of a million objects would gradually be copied into every worker."""
 
     def __init__(self, paths: Sequence[str], labels: Sequence[int]) -> None:
         self._paths: NDArray[np.bytes_] = np.array([os.fsencode(path) for path in paths])
@@ -52,7 +52,7 @@ class Files:
 
 
 class _Examples(Dataset[Any]):
-    """(bytes, label) of a file, or the error that it is: an exception would come back as a worker's traceback."""
+    """(bytes, label) of a file, or its error. An exception would come back as a worker's traceback."""
 
     def __init__(self, files: Files, transform: Transform, place: tuple[int, int] | None) -> None:
         self.files, self.transform, self.place = files, transform, place
@@ -65,7 +65,7 @@ class _Examples(Dataset[Any]):
             return error
         if self.place is None:
             return self.transform(image), label
-        # torchvision's transforms draw from the global generator: it is lent to them, and left as it was.
+        # torchvision's transforms use the global generator. It is seeded for them and restored afterwards.
         before = torch.get_rng_state()
         torch.set_rng_state(generator("image", *self.place, index).get_state())
         try:
@@ -87,7 +87,7 @@ def _leave_interrupts_to_the_main_process(worker: int) -> None:
 
 
 def _read(loader: DataLoader[Any]) -> Iterator[Batch | LabError]:
-    """Its batches; a worker that died is told of in one line."""
+    """The batches of a loader. If a worker dies, the error is one line."""
     batches = iter(loader)
     while True:
         try:
@@ -98,7 +98,7 @@ def _read(loader: DataLoader[Any]) -> Iterator[Batch | LabError]:
             if not str(error).startswith("DataLoader worker"):
                 raise
             reason = str(error).splitlines()[0]
-            raise LabError(f"{reason}: if memory was short, give fewer --workers or a smaller --image-size") from error
+            raise LabError(f"{reason}: if memory was short, use fewer --workers or a smaller --image-size") from error
         yield batch
 
 
@@ -106,8 +106,8 @@ class Streaming:
     """A data set in files.
 
     Args:
-        train_transform: augments; `test_transform` does not.
-        workers: processes that read; 0 reads in this one. More than there are cores are not started.
+        train_transform: includes augmentation; `test_transform` does not.
+        workers: processes that read files; 0 reads in this process. No more are started than there are cores.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Streaming:
             pin_memory=self.device.type == "cuda",
             prefetch_factor=AHEAD if self.workers else None,
             worker_init_fn=_leave_interrupts_to_the_main_process,
-            generator=torch.Generator(),  # the loader would draw from the global one
+            generator=torch.Generator(),  # otherwise the loader would use the global one
         )
         for batch in _read(loader):
             if isinstance(batch, LabError):

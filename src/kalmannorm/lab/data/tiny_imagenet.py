@@ -1,10 +1,10 @@
-"""Tiny-ImageNet: 200 classes of ImageNet at 64×64, 500 images of each to train on and 50 to test on.
+"""Tiny-ImageNet: 200 classes of ImageNet at 64×64, with 500 training and 50 test images each.
 
     tiny-imagenet-200/train/n01443537/images/n01443537_0.JPEG
     tiny-imagenet-200/val/images/val_0.JPEG, with the class of each in tiny-imagenet-200/val/val_annotations.txt
 
-The images are decoded once, into tiny-imagenet-200.npz beside the folder. That file holds names and sizes of all
-images, so that a changed folder is decoded anew.
+The images are decoded once, into tiny-imagenet-200.npz beside the folder. This file contains the names and sizes of all
+images. If the folder changes, it is decoded again.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ class TinyImageNet:
                 self.look(folder)
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, RuntimeError) as error:
             raise LabError(
-                f"{self.name} is out of reach ({error}): put the folder {self.folder}, which is in {URL}, into {root}"
+                f"{self.name} could not be downloaded ({error}): put the folder {self.folder} from {URL} into {root}"
             ) from error
 
     def _damaged(self, path: Path, why: str, root: Path) -> DamagedDataError:
-        return DamagedDataError(f"{path} is damaged ({why}): mend it by {remedy(self.name, root)}")
+        return DamagedDataError(f"{path} is damaged ({why}): repair it with {remedy(self.name, root)}")
 
     def _listings(self, root: Path) -> tuple[Listing, Listing]:
-        """Training and test files; an error where there are fewer, or others, than there should be."""
+        """Training and test files. An error if their number or names are wrong."""
         base = self.where(root)
         train, annotations = base / "train", base / "val" / "val_annotations.txt"
         if not train.is_dir() or not annotations.is_file():
             lacking = annotations if train.is_dir() else train
-            raise MissingDataError(f"there is no {lacking}: get it by {remedy(self.name, root)}")
+            raise MissingDataError(f"there is no {lacking}: get it with {remedy(self.name, root)}")
         names = sorted(path.name for path in train.iterdir() if path.is_dir())
         if len(names) != self.classes:
             raise self._damaged(train, f"{len(names)} classes instead of {self.classes}", root)
@@ -104,7 +104,7 @@ class TinyImageNet:
             if len(found) != self.per_class:
                 raise self._damaged(train / name, f"{len(found)} images instead of {self.per_class}", root)
             paths += found
-        # Class by class, neighbours would share more than their statistics.
+        # In the order of classes, the examples of a group would be too similar.
         order = torch.randperm(len(paths), generator=generator(self.name)).tolist()
         labels = np.arange(self.classes).repeat(self.per_class)
         return Listing([paths[i] for i in order], labels[order]), self._test_listing(root, annotations, names)
@@ -118,7 +118,7 @@ class TinyImageNet:
         except (KeyError, ValueError):
             raise self._damaged(annotations, "a line does not name a file and its class", root) from None
         if len(rows) != self.test_size or not there.issuperset(file for file, _ in rows):
-            raise self._damaged(annotations.parent, f"not all of its {self.test_size:,} images are there", root)
+            raise self._damaged(annotations.parent, f"some of its {self.test_size:,} images are missing", root)
         return Listing([annotations.parent / "images" / file for file, _ in rows], labels)
 
     def _decoded(self, root: Path) -> tuple[Split, Split]:
@@ -145,7 +145,7 @@ def _fingerprint(listings: tuple[Listing, Listing]) -> str:
 
 
 def _read_cache(path: Path, fingerprint: str) -> list[NDArray[np.uint8]] | None:
-    """None where there is none, or none of these very files, or a damaged one."""
+    """The cached arrays. None if there is no cache, if it belongs to other files, or if it is damaged."""
     if not path.is_file():
         return None
     try:
@@ -158,7 +158,7 @@ def _read_cache(path: Path, fingerprint: str) -> list[NDArray[np.uint8]] | None:
 
 
 def _write_cache(path: Path, fingerprint: str, arrays: list[NDArray[np.uint8]]) -> None:
-    """What cannot be kept, on a disk that is full or only to be read, is decoded again next time."""
+    """Write the cache. If the disk is full or read-only, the images are decoded again next time."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

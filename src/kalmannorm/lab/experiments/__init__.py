@@ -1,2 +1,1 @@
-"""The paper's experiments, each by a name: `catalogue` says what they are, `reproducing` runs one. See
-docs/experiments.md."""
+"""The paper's experiments, by name: `catalogue` defines them, `reproducing` runs one. See docs/experiments.md."""

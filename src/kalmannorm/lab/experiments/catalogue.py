@@ -1,7 +1,7 @@
 """The ten experiments, with the paper's numbers.
 
-Where the paper says BKN it means `bkn-learned`, a learned transition: its numbers stand beside that line. `bkn`, whose
-prior comes through the weights, and the `example` way of inference are ours; so is group norm, on stand-ins.
+The paper's BKN is `bkn-learned`, with a learned transition. Its numbers are shown next to that method. `bkn`, with a
+prior from the weights, and `example` inference are ours. Group norm on stand-in data sets is also ours.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def _arms(gradient: int, statistics: int, *, renorm: bool = False) -> tuple[Arm,
 BASELINE = Arm("bn", Setting(256, 32), "BN baseline")
 CIFAR_BASELINE = Arm("bn", Setting(128, 128), "BN baseline")
 AT_240K = 240_000 * 16 / (34 * 1_281_167)
-"""The paper compares (16, 4) after 240,000 steps, 3 of the 34 epochs that we train."""
+"""The paper compares (16, 4) after 240,000 steps, which is 3 of the 34 epochs that we train."""
 AT_120K = 120_000 / 1_300_000
-"""Of the figure's 1,300,000 iterations, if those of ResNet-101 are counted as those of Inception-v2 are."""
+"""As a share of the figure's 1,300,000 iterations, if ResNet-101 is counted like Inception-v2."""
 
 _ALL = (
     Experiment(
         name="moderate",
         title="Moderate batches: (256, 32)",
-        question="Does BKN help where batch norm is at home, and does it get there sooner?",
+        question="Does BKN help at batch sizes that suit batch norm, and does it converge faster?",
         source="table 1",
         datasets=("imagenet",),
         roles=BOTH,
@@ -60,7 +60,7 @@ _ALL = (
     Experiment(
         name="micro-256-4",
         title="Micro-batches: (256, 4)",
-        question="With 4 examples per statistic, how much of the (256, 32) baseline is lost?",
+        question="With statistics from 4 examples, how much accuracy of the (256, 32) baseline is lost?",
         source="figure 3",
         datasets=("imagenet",),
         roles=BOTH,
@@ -74,14 +74,14 @@ _ALL = (
         claims=(Claim("bn-256x4", 3.7), Claim("bn-256x4", 10.2, "resnet", at=AT_120K)),
         notes=(
             "The paper trains (256, 4) for 1,300k iterations and the baseline for 170k steps. Counted as forwards of 8 "
-            "devices × 4 examples those are 163k steps of 256, so both are trained for 34 epochs here.",
+            "devices × 4 examples, 1,300k are 163k steps of 256, so both are trained for 34 epochs here.",
         ),
     ),
     Experiment(
         name="single-256-1",
         title="One example per statistic: (256, 1)",
-        question="When every example is normalized by itself, what should inference use: its own statistics (option "
-        "A) or the population's (option B)?",
+        question="If every example is normalized by itself, what should inference use: its own statistics (option A) "
+        "or those of the population (option B)?",
         source="figure 4",
         datasets=("imagenet",),
         roles=ONE,
@@ -93,12 +93,12 @@ _ALL = (
             Published("bkn-learned-256x1", "population", 0.4),
         ),
         claims=(Claim("bn-256x1", 2.11, mode="batch"), Claim("brn-256x1", 2.75, mode="batch")),
-        notes=("The paper does not say which net this is; figure 4 shows one, taken for Inception-v2.",),
+        notes=("The paper does not name the network. Figure 4 shows one, which we assume to be Inception-v2.",),
     ),
     Experiment(
         name="small-64-8",
         title="Small gradient batches: (64, 8)",
-        question="And if the gradient comes from few examples too?",
+        question="What changes if the gradient also comes from few examples?",
         source="figure 5",
         datasets=("imagenet",),
         roles=BOTH,
@@ -155,8 +155,8 @@ _ALL = (
     ),
     Experiment(
         name="speed",
-        title="What BKN costs in speed",
-        question="How many images per second does training pass, with BN and with BKN?",
+        title="The cost of BKN in speed",
+        question="How many images per second are trained with BN, and how many with BKN?",
         source="table 2",
         datasets=("imagenet",),
         roles=ONE,
@@ -176,14 +176,14 @@ _ALL = (
         ),
         timed=True,
         notes=(
-            "BN is torch.nn.BatchNorm2d. The paper's figures are for 4 Titan X; a batch of 32 is one device's share of "
-            "its (256, 32).",
+            "BN is torch.nn.BatchNorm2d. The paper's figures are for 4 Titan X. A batch of 32 is the share "
+            "of one device in its (256, 32).",
         ),
     ),
     Experiment(
         name="parameters",
-        title="Is it the extra parameters?",
-        question="Does batch norm gain as much, if its net is widened to the parameters of the one with BKN?",
+        title="Do the additional parameters explain the gain?",
+        question="Does batch norm gain as much if its network is widened to the number of parameters of BKN?",
         source="table 3",
         datasets=("cifar100",),
         roles=ONE,
@@ -210,14 +210,14 @@ _ALL = (
         ),
         counted=True,
         notes=(
-            "The paper's table puts the parameter columns under CIFAR-100; the net that it describes has 1.4 M "
+            "The paper's table has the parameter columns under CIFAR-100. The network that it describes has 1.4 M "
             "parameters, not 49 M.",
         ),
     ),
     Experiment(
         name="variance-gap",
         title="The variance gap",
-        question="After training, how far does the variance that a group of 2 is normalized with stray from the moving "
+        question="After training, how far does the variance that normalizes a group of 2 differ from the moving "
         "variance?",
         source="figure 8",
         datasets=("cifar10",),
@@ -230,9 +230,9 @@ _ALL = (
         columns=MODES,
         analysed=True,
         notes=(
-            "The gap is relative to the moving variance, so that layers can be compared; the paper does not say what "
-            "it plots. Our moving variance counts the variance of group means, which groups of 2 fall short of on "
-            "average; the spread over groups is free of that.",
+            "The gap is relative to the moving variance, so that layers can be compared. The paper does not say what "
+            "it plots. Our moving variance includes the variance of group means, so groups of 2 are below it on "
+            "average. The spread over groups does not have this offset.",
         ),
     ),
 )

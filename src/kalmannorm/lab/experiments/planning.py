@@ -1,4 +1,4 @@
-"""From an experiment and what was asked for to the recipes of its cells: data set, nets, length, seeds."""
+"""Turns an experiment and the user's options into the recipes of its cells: data set, networks, length, seeds."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MODELS: dict[str, dict[Role, str]] = {
     "tiny-imagenet": {"inception": "bn-inception"},
     "imagenet": _IMAGENET,
 }
-"""Which net plays which role on which data set; an image folder is taken for ImageNet."""
+"""The network for each role and data set. An image folder is treated as ImageNet."""
 BUDGET = positive(1000)
 """1 is the full length."""
 EVALUATIONS = 20
-"""At least so many in a training, for curves and for the steps to an accuracy."""
+"""The least number of evaluations in a training, for curves and for the steps to an accuracy."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for. `changes` are fields of every recipe, given by name."""
+    """The user's options. `changes` are fields of every recipe, by name."""
 
     dataset: str | None = None
     model: str | None = None
@@ -47,7 +47,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of an experiment; `folder` is where it lies in the experiment's."""
+    """One run of an experiment. `folder` is its folder inside the experiment's folder."""
 
     folder: str
     recipe: Recipe
@@ -61,7 +61,7 @@ class Plan:
     budget: float
     seeds: int
     stand_in: bool
-    """Whether this is another data set or net than the paper's, or a part of it."""
+    """Whether data set or network differ from the paper's, or only a part of the data is used."""
     arms: tuple[Arm, ...]
     cells: tuple[Cell, ...]
 
@@ -74,12 +74,12 @@ class Plan:
         return {cell.role: cell.recipe.model for cell in self.cells}
 
     def of(self, arm: Arm, role: Role, dataset: str) -> list[Cell]:
-        """The cells of one line, by seed."""
+        """The cells of one arm, by seed."""
         return [c for c in self.cells if (c.arm, c.role, c.recipe.dataset) == (arm, role, dataset)]
 
 
 def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
-    """Every cell, checked against the data before anything runs."""
+    """All cells, checked against the data before anything runs."""
     BUDGET.check("budget", wanted.budget)
     datasets = [wanted.dataset] if wanted.dataset else list(experiment.datasets)
     real = "imagenet" in datasets or any(name.startswith(FOLDER) for name in datasets)
@@ -91,7 +91,7 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
         data = _data(experiment, start, execution)
         other = stands_in(experiment, dataset, data) or start.train_examples is not None
         if wanted.model is not None and data is not None:
-            batchnorm_parameters(wanted.model, 1.0, data.classes, data.shape)  # an unknown or unfit net raises here
+            batchnorm_parameters(wanted.model, 1.0, data.classes, data.shape)  # raises if it is unknown or unfit
         for role, model in _models(experiment, dataset, wanted.model).items():
             stand_in = stand_in or other or model != _paper_models(experiment)[role]
             for arm in arms_of(experiment, wanted, cheap=other):
@@ -102,7 +102,7 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
                         recipe = dataclasses.replace(recipe, width=matching_width(model, data.classes, data.shape))
                 cells += _seeds(recipe, arm, role, seeds, prefix=len(datasets) > 1)
     arms = tuple(arm for arm in experiment.arms if any(cell.arm == arm for cell in cells))
-    # Seed by seed, so that an early look shows every line.
+    # Seeds are the outermost loop, so that early results include every arm.
     return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(sorted(cells, key=lambda c: c.recipe.seed)))
 
 
@@ -115,26 +115,26 @@ def _of_data(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(experiment: Experiment, recipe: Recipe, execution: Execution) -> Data | None:
-    """None where only steps are timed: that needs no images."""
+    """None if only steps are timed, because that needs no images."""
     if experiment.timed:
         return None
     import torch
 
     from kalmannorm.lab.training.loading import data_of
 
-    # On the CPU: it is only asked for its size here.
+    # On the CPU, because only its size is needed here.
     return data_of(dataclasses.replace(recipe, gradient_batch=1, statistics_batch=1), torch.device("cpu"), execution)
 
 
 def stands_in(experiment: Experiment, dataset: str, data: Data | None) -> bool:
-    """Whether this data set is not the paper's; an image folder of ImageNet's size and classes is ImageNet."""
+    """Whether this is not the paper's data set. An image folder with ImageNet's size and classes counts as ImageNet."""
     if dataset.startswith(FOLDER) and data is not None and "imagenet" in experiment.datasets:
         return data.classes != 1000 or data.train_size < 1_200_000
     return dataset not in experiment.datasets
 
 
 def _models(experiment: Experiment, dataset: str, model: str | None) -> dict[Role, str]:
-    """The nets to train, by the role they play; one that was asked for plays the role that its name suggests."""
+    """The networks to train, by role. A network that the user chose gets the role that its name suggests."""
     if model is not None:
         role: Role = "resnet" if "resnet" in model and "resnet" in experiment.roles else "inception"
         return {role: model}
@@ -158,8 +158,8 @@ def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
 def _check_size(recipe: Recipe, data: Data) -> None:
     if data.train_size < recipe.gradient_batch:
         raise LabError(
-            f"a gradient batch of {recipe.gradient_batch} is more than the {data.train_size} training images of "
-            f"{recipe.dataset} here: give more --train-examples or another --dataset"
+            f"a gradient batch of {recipe.gradient_batch} is larger than the {data.train_size} training images of "
+            f"{recipe.dataset} here: use more --train-examples or another --dataset"
         )
 
 

@@ -1,8 +1,8 @@
-"""Run an experiment: train its cells, gather what they found beside the paper's numbers, and write the page.
+"""Runs an experiment: trains its cells, collects their results with the paper's numbers, and writes the page.
 
 FOLDER/experiment.json    tables, figures and notes; see docs/experiments.md
-FOLDER/CELL/              one run each, as `kalmannorm train` leaves it
-FOLDER/report.html        what `kalmannorm report` makes of it, with its figures/
+FOLDER/CELL/              one run each, as written by `kalmannorm train`
+FOLDER/report.html        the page of `kalmannorm report`, with its figures/
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kalmannorm.lab.report.trained import caveats
 from kalmannorm.lab.words.wording import counted
 
 Runner = Callable[..., Sequence[Any]]
-"""`kalmannorm.lab.comparing.compare.run_cells`, or what stands in for it in a test."""
+"""`kalmannorm.lab.comparing.compare.run_cells`, or its replacement in a test."""
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What is in experiment.json, where it lies, its page, and the error that names the cells which failed, if any."""
+    """The content of experiment.json, its folder, the page, and the error that names failed cells, if any."""
 
     record: Record
     folder: Path
@@ -55,16 +55,16 @@ def reproduce(
     runner: Runner = run_cells,
     watch: speed.Watch | None = None,
 ) -> Reproduced:
-    """Run the experiment into a folder and write its record and its page.
+    """Run the experiment in a folder and write its record and its page.
 
-    Finished cells of the same recipe are kept and unfinished ones go on; `resume` insists that there are some. `watch`
-    is told of the rounds where steps are timed.
+    Finished cells of the same recipe are kept, and unfinished ones are resumed. With `resume` there must be some.
+    `watch` is called with the rounds if steps are timed.
     """
     execution = (execution or Execution()).checked()
     folder = folder or default_folder(experiment, wanted)
     usable(folder)
     if resume and not any(folder.glob("*/recipe.json")):
-        raise LabError(f"there is nothing to go on with in {folder}: leave out --resume, or give the right --out")
+        raise LabError(f"there is nothing to resume in {folder}: leave out --resume, or correct --out")
     chosen = plan(experiment, wanted, execution)
     failure: FailedCellsError | None = None
     if experiment.timed:
@@ -151,9 +151,9 @@ def _notes(chosen: Plan, results: Results) -> list[str]:
     notes = []
     if chosen.stand_in:
         real = f"{' and '.join(experiment.datasets)}"
-        notes.append(f"A stand-in: the paper's experiment is on {real} with its own nets, on all images.")
+        notes.append(f"This is a stand-in: the paper uses {real}, its own networks and all images.")
     if chosen.budget != 1 and not experiment.timed:
-        notes.append(f"Trained for {chosen.budget:g} of the full length.")
+        notes.append(f"The length of training is {chosen.budget:g} of the full length.")
     for dataset in chosen.datasets:
         for role, model in chosen.models.items():
             for arm in chosen.arms:
@@ -169,7 +169,7 @@ def _notes(chosen: Plan, results: Results) -> list[str]:
 
 
 def _unmatched(chosen: Plan, results: Results) -> list[str]:
-    """Where whole channels do not allow the parameters of BKN to be met."""
+    """Notes on arms whose number of parameters cannot match BKN's with whole channels."""
     notes = []
     wanted = {run.run.recipe.dataset: run.result["parameters"] for run in _of_method(chosen, results, "bkn-learned")}
     for cell in chosen.cells:
@@ -177,7 +177,7 @@ def _unmatched(chosen: Plan, results: Results) -> list[str]:
             off = results[cell.folder].result["parameters"] / wanted[cell.recipe.dataset] - 1
             if abs(off) > TOLERANCE:
                 notes.append(
-                    f"{cell.arm.label}: {off:+.1%} parameters beside BKN learned, the nearest in whole channels."
+                    f"{cell.arm.label}: {off:+.1%} parameters compared with BKN learned, the nearest in whole channels."
                 )
     return list(dict.fromkeys(notes))
 

@@ -1,4 +1,4 @@
-"""What the runs of a plan found: accuracies by line, at the end or on the way, and when a line got where."""
+"""The results of a plan's runs: accuracies per arm, at the end or during training, and steps to an accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kalmannorm.lab.words.spread import spread
 
 @dataclass(frozen=True)
 class Finished:
-    """A run with its result and log read once."""
+    """A run, with its result and log."""
 
     run: Run
     result: Record
@@ -31,7 +31,10 @@ class Finished:
         return at_chance(*self.ended)
 
     def accuracy(self, mode: str, at: float | None = None) -> float | None:
-        """In %, at the end, or at the evaluation nearest to a share of the training; None where the mode is missing."""
+        """Accuracy in %, at the end, or at the evaluation nearest to a share of the training.
+
+        None without this mode.
+        """
         if at is None or not self.evaluations:
             found: float | None = self.result["accuracy"].get(mode)
             return found
@@ -41,7 +44,7 @@ class Finished:
 
     @property
     def length(self) -> int:
-        """Steps of the whole training, which one that diverged did not reach."""
+        """Steps of the whole training. A diverged run did not reach them."""
         planned = [event["steps"] for event in self.run.events("train")]
         return int(planned[-1] if planned else self.evaluations[-1]["step"])
 
@@ -49,7 +52,7 @@ class Finished:
         return max((a for event in self.evaluations if (a := _accuracy(event, mode)) is not None), default=None)
 
     def steps_to(self, mode: str, accuracy: float) -> int | None:
-        """The first evaluated step that reached the accuracy; None where none did."""
+        """The first evaluated step that reached the accuracy. None if none did."""
         for event in self.evaluations:
             found = _accuracy(event, mode)
             if found is not None and found >= accuracy:
@@ -67,7 +70,7 @@ Results = Mapping[str, Finished]
 
 
 def read_results(plan: Plan, folder: Path) -> dict[str, Finished]:
-    """Of every cell that has one."""
+    """The results of all cells that have one."""
     found = {}
     for cell in plan.cells:
         home = folder / cell.folder

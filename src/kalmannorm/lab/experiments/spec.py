@@ -1,6 +1,6 @@
-"""What an experiment is: a question of the paper, the lines that answer it, and the numbers that the paper gives.
+"""The definition of an experiment: a question of the paper, the arms that answer it, and the paper's numbers.
 
-The paper has two nets, Inception-v2 and ResNet-101; a stand-in data set has nets of its own in their roles.
+The paper has two networks, Inception-v2 and ResNet-101. A stand-in data set has its own networks in these roles.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Role = Literal["inception", "resnet"]
 class Arm:
     """One line of an experiment: a method at a setting.
 
-    `ours`: past the paper, left out by --paper-only. `cheap`: only on a stand-in, where one more line costs little.
-    `wide`: all channels scaled until the net has as many parameters as the one with `bkn-learned`.
+    `ours`: not in the paper, omitted by --paper-only. `cheap`: only on a stand-in, where one more line costs little.
+    `wide`: all channels are scaled until the network has as many parameters as the one with `bkn-learned`.
     """
 
     method: str
@@ -39,7 +39,7 @@ class Arm:
 
     @property
     def place(self) -> str:
-        """Its setting, as far as that matters to the method."""
+        """Its setting, as far as the method depends on it."""
         return naming.at(self.method, self.setting)
 
     @property
@@ -49,19 +49,19 @@ class Arm:
 
 @dataclass(frozen=True)
 class Published:
-    """A number that the paper prints: accuracy in % (`quantity` is the way of inference), or what `quantity` names."""
+    """A number from the paper: accuracy in % (`quantity` is the way of inference), or another named quantity."""
 
     arm: str
     quantity: str
     value: float
     role: Role = "inception"
     dataset: str | None = None
-    """None: of the only data set that the paper has for this experiment."""
+    """None: the only data set that the paper has for this experiment."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A difference that the paper prints: BKN over another method, in points."""
+    """A difference from the paper: BKN minus another method, in points."""
 
     over: str
     """The arm's key."""
@@ -69,22 +69,22 @@ class Claim:
     role: Role = "inception"
     mode: str = "population"
     at: float | None = None
-    """Where in the training, as a share of its length; None is the end."""
+    """The time of the comparison as a share of the training. None is the end."""
 
 
 @dataclass(frozen=True)
 class Experiment:
     """One of the paper's tables or figures.
 
-    `datasets` are those of the paper. `columns` are the ways of inference that a table shows, with their headings;
-    curves are drawn for the modes in `curves`.
+    `datasets` are those of the paper. `columns` are the ways of inference in a table, with their headings. Curves are
+    drawn for the modes in `curves`.
     """
 
     name: str
     title: str
     question: str
     source: str
-    """Where it stands in the paper."""
+    """The table or figure in the paper."""
     datasets: tuple[str, ...]
     roles: tuple[Role, ...]
     arms: tuple[Arm, ...]
@@ -93,17 +93,17 @@ class Experiment:
     published: tuple[Published, ...] = ()
     claims: tuple[Claim, ...] = ()
     steps_to: str | None = None
-    """The key of the arm whose best accuracy the others are timed to."""
+    """The key of an arm. Its best accuracy is the goal in the table of steps."""
     analysed: bool = False
-    """Whether each trained run is analysed: the variance gap."""
+    """Whether each trained run is analysed for the variance gap."""
     timed: bool = False
-    """Steps are timed instead of trained."""
+    """Whether steps are timed, without training."""
     counted: bool = False
-    """Whether parameters are a column."""
+    """Whether the tables have a column of parameters."""
     notes: tuple[str, ...] = ()
 
     def paper(self, arm: str, quantity: str, role: Role, dataset: str) -> float | None:
-        """The paper's number for this cell; a stand-in is shown beside the paper's first data set."""
+        """The paper's number for this cell. A stand-in gets that of the paper's first data set."""
         for number in self.published:
             right = number.dataset in (None, dataset if dataset in self.datasets else self.datasets[0])
             if right and (number.arm, number.quantity, number.role) == (arm, quantity, role):

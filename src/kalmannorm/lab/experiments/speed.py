@@ -1,6 +1,6 @@
-"""Training steps of several norms, timed in turn: what disturbs the machine disturbs them all.
+"""Times training steps of several norms in turn, so that other load on the machine affects all of them.
 
-One round is one step of each line, so that a ratio within a round compares like with like; figures are over rounds.
+One round is one step of each arm, and ratios are taken within a round. Figures are averages over rounds.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ IMAGES: dict[str, tuple[int, tuple[int, int, int]]] = {
     "tiny-imagenet": (200, (3, 64, 64)),
     "imagenet": (1000, (3, 224, 224)),
 }
-"""Classes and shape; the images themselves are noise, since a step takes as long on them."""
+"""Classes and shape. The images are noise, because a step takes the same time on them."""
 
 Watch = Callable[[int, int], None]
 
 
 def time_steps(plan: Plan, execution: Execution, watch: Watch | None = None) -> dict[str, list[float]]:
-    """Seconds of every step, by the arm's key; `watch` gets the rounds done and those to do."""
+    """Seconds of every step, by the arm's key. `watch` gets the number of finished rounds and of all rounds."""
     device = resolve(execution.device)
     cells = list({cell.arm.key: cell for cell in plan.cells}.values())
     steps = {cell.arm.key: _step(cell, execution, device) for cell in cells}
     rounds = max(round(ROUNDS * plan.budget), 3)
     seconds: dict[str, list[float]] = {key: [] for key in steps}
     for number in range(WARMUP + rounds):
-        # Each line starts a round in turn: the first after a pause runs on a cooler machine.
+        # The arms take turns to be first, because the first one after a pause runs on a cooler machine.
         turned = list(steps)[number % len(steps) :] + list(steps)[: number % len(steps)]
         for key in turned:
             elapsed = _timed(steps[key], device)
@@ -83,7 +83,7 @@ def _step(cell: Cell, execution: Execution, device: torch.device) -> Callable[[]
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = images.contiguous(memory_format=torch.channels_last)
-    # Batch norm over the whole batch is torch's own: what one would use instead.
+    # Batch norm over the whole batch is torch's own layer, which a user would use.
     if recipe.method != "bn" or recipe.statistics_batch != recipe.gradient_batch:
         model = normalized(model, recipe.method, images[:2], statistics_batch=recipe.statistics_batch, steps=1000)
         model = fused(model, recipe, shape) if execution.fuse else model
@@ -107,7 +107,7 @@ def _precision(recipe: Recipe, device: torch.device) -> Any:
 
 
 def speed_table(plan: Plan, seconds: dict[str, list[float]]) -> Record:
-    """Images per second, and the speed relative to the first line, round by round."""
+    """Images per second, and the speed relative to the first arm, round by round."""
     experiment = plan.experiment
     dataset = plan.datasets[0]
     first = seconds[plan.arms[0].key]

@@ -1,4 +1,4 @@
-"""The tables of a trained experiment: our numbers with the paper's beside them, gains, and steps to an accuracy."""
+"""The tables of a trained experiment: our numbers and the paper's, gains, and steps to an accuracy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kalmannorm.lab.files.records import Record
 Table = Record
 """{"title", "columns": [str], "rows": [[cell]], "note"}."""
 PAPER = "paper"
-"""The heading of what the paper says of the column before."""
+"""The heading of the paper's number, after the column that it belongs to."""
 PAPERS_BKN = "the paper's BKN is BKN learned here"
 GAPS = {
     "mean_abs": "mean |gap|",
@@ -23,7 +23,7 @@ GAPS = {
 
 
 def models_column(plan: Plan) -> list[str]:
-    """The heading of the nets' names, where there is more than one; a single one is in the title."""
+    """The heading of the column of networks. A single network is in the title instead."""
     return ["model"] if len(plan.models) > 1 else []
 
 
@@ -36,7 +36,7 @@ def on_what(plan: Plan, *datasets: str) -> str:
 
 
 def accuracy_tables(plan: Plan, results: Results) -> list[Table]:
-    """One per data set: a row per net and line, each way of inference with the paper's number beside it."""
+    """One table per data set: a row per network and arm, and the paper's number after each way of inference."""
     return [_accuracy_table(plan, results, dataset) for dataset in plan.datasets]
 
 
@@ -68,14 +68,14 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
             rows.append(row)
     note = f"The numbers of the paper are from its {experiment.source}; {PAPERS_BKN}." if known else ""
     if known and plan.stand_in:
-        note += " They are for another data set or net: compare the order, not the height."
+        note += " They are for another data set or network: compare the order of the methods, not the values."
     return {"title": f"Test accuracy of {on_what(plan, dataset)}, %", "columns": columns, "rows": rows, "note": note}
 
 
 def claims_table(plan: Plan, results: Results) -> list[Table]:
-    """What the paper says BKN gains over another method, and what ours gain, pair by pair of seeds.
+    """BKN's gain over another method: the paper's number, and ours for each pair of runs with the same seed.
 
-    Where either of a pair is no better than guessing there is no gain to speak of.
+    Pairs in which a run is no better than guessing are omitted.
     """
     experiment = plan.experiment
     claims = [claim for claim in experiment.claims if claim.role in plan.models]
@@ -101,7 +101,7 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
                 *(arm.name for arm in ours),
             ],
             "rows": rows,
-            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are left out.",
+            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are omitted.",
         }
     ]
 
@@ -122,7 +122,7 @@ def _gains(plan: Plan, results: Results, arm: Arm, over: Arm, claim: Claim, data
 
 
 def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[Table]:
-    """Steps to the best accuracy of the line that `steps_to` names, seed by seed."""
+    """Steps to the best accuracy of the arm named by `steps_to`, seed by seed."""
     experiment = plan.experiment
     if experiment.steps_to is None:
         return []
@@ -153,14 +153,14 @@ def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[
                 PAPER,
             ],
             "rows": rows,
-            "note": f"In {mode} inference: the first evaluated step at which a seed reaches the best that "
+            "note": f"In {mode} inference: the first evaluated step at which a seed reaches the best accuracy that "
             f"{baseline.name} has with the same seed; averages are over the seeds that reach it.",
         }
     ]
 
 
 class _Race:
-    """One seed of a line against the same seed of the baseline."""
+    """One seed of an arm compared with the same seed of the baseline."""
 
     def __init__(self, run: Finished, baseline: Finished, mode: str) -> None:
         self.target = baseline.best(mode)
@@ -179,7 +179,7 @@ def _races(plan: Plan, results: Results, arm: Arm, baseline: Arm, role: Role, da
 
 
 def gap_tables(plan: Plan, results: Results) -> list[Table]:
-    """The variance gap of each line over all layers, and layer by layer."""
+    """The variance gap of each arm over all layers, and layer by layer."""
     if not plan.experiment.analysed:
         return []
     rows: list[list[Any]] = []

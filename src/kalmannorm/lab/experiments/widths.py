@@ -1,4 +1,4 @@
-"""How wide a batch-norm net must be to have as many parameters as the net with the paper's learned transition."""
+"""Finds the width at which a batch-norm network has as many parameters as one with the paper's learned transition."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def parameters(model: nn.Module) -> int:
 
 
 def batchnorm_parameters(model: str, width: float, classes: int, shape: Shape) -> int:
-    """Of the plain net, which batch norm on groups shares; no weight is made for it."""
+    """The parameters of the plain network, which are also those of batch norm on groups. No weight is allocated."""
     with torch.device("meta"):
         return parameters(models.build(model, classes=classes, shape=shape, width=width))
 
 
 def learned_parameters(model: str, classes: int, shape: Shape) -> int:
-    """Of the net with `bkn-learned`, filter included."""
+    """The parameters of the network with `bkn-learned`, including the filter."""
     with torch.random.fork_rng(devices=[]):
         net = models.build(model, classes=classes, shape=shape)
     return parameters(normalized(net, "bkn-learned", torch.zeros(2, *shape), statistics_batch=2, steps=1))
@@ -34,10 +34,11 @@ def learned_parameters(model: str, classes: int, shape: Shape) -> int:
 
 @functools.cache
 def matching_width(model: str, classes: int, shape: Shape) -> float:
-    """The width at which the batch-norm net has the parameters of `bkn-learned`, as nearly as whole channels allow.
+    """The width at which the batch-norm network has the parameters of `bkn-learned`, as closely as whole channels
+    allow.
 
-    By bisection: parameters grow with the width, in steps. Stops within a tenth of the tolerance, or where a step is
-    wider than that, and takes the nearest that it met.
+    Found by bisection, because the number of parameters grows with the width, in steps. The search ends within a tenth
+    of the tolerance, or at a step that is larger than that, and returns the nearest width found.
     """
     wanted = learned_parameters(model, classes, shape)
     low, high = 1.0, 2.0

@@ -1,4 +1,4 @@
-"""Models by name: the lab's own nets, and what torchvision or timm build. All are plain BatchNorm models.
+"""Models by name: the lab's own networks, and those of torchvision and timm. All are plain BatchNorm models.
 
 The norm is chosen later, by `kalmannorm.convert`, as a user would do it.
 """
@@ -29,7 +29,7 @@ OWN: dict[str, Callable[[int, int, float], nn.Module]] = {
 
 
 def names() -> list[str]:
-    """The lab's own nets; torchvision's and timm's are known by their names too."""
+    """The lab's own networks. Names of torchvision and timm are also accepted."""
     return list(OWN)
 
 
@@ -45,11 +45,11 @@ def build(
     """A model, initialised from torch's global generator.
 
     Args:
-        name: one of `names()`, or a classifier of torchvision ("resnet101") or timm ("timm/resnet26d", or bare).
-        classes: of the data; the width of the last layer.
-        shape: (C, H, W) of an image as the data set gives it.
-        width: scales every channel count of our own nets, rounded, at least 1.
-        pretrained: torchvision's or timm's weights for ImageNet; a last layer of another width starts afresh.
+        name: one of `names()`, or a classifier of torchvision ("resnet101") or timm ("timm/resnet26d" or "resnet26d").
+        classes: classes of the data, the width of the last layer.
+        shape: (C, H, W) of an image in the data set.
+        width: scales every channel count of our own networks, rounded, at least 1.
+        pretrained: use ImageNet weights of torchvision or timm. A last layer of another width is initialised again.
     """
     if not width > 0:
         raise LabError(f"width must be positive, got {width}")
@@ -61,7 +61,7 @@ def build(
     if model is None:
         raise LabError(_unknown(name))
     if width != 1:
-        raise LabError(f"width scales the lab's own nets only ({', '.join(OWN)}); {name} is built as it is")
+        raise LabError(f"width scales only the lab's own networks ({', '.join(OWN)}), not {name}")
     return model
 
 

@@ -1,7 +1,8 @@
-"""BN-Inception, the paper's "Inceptionv2": the net of Ioffe and Szegedy, "Batch Normalization" (2015), figure 5.
+"""BN-Inception, the paper's "Inceptionv2": the network of Ioffe and Szegedy, "Batch Normalization" (2015), figure 5.
 
-Every convolution is followed by batch norm, then ReLU; 11.2 M parameters with 1,000 classes. The 7×7 convolution is a
-plain one here (theirs is separable), and there are no auxiliary classifiers. Made for 224×224, it runs on any size.
+Every convolution is followed by batch norm, then ReLU. It has 11.2 M parameters with 1,000 classes. The 7×7 convolution
+is a plain one here (theirs is separable), and there are no auxiliary classifiers. It was designed for 224×224, but runs
+on any size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ STEM = (64, 64, 192)
 
 
 class Widths(NamedTuple):
-    """A row of the table. Blocks of stride 2 have no 1×1 branch and no convolution after their pooling: both are 0."""
+    """A row of the table.
+
+    In blocks of stride 2 two entries are 0: the 1×1 branch and the convolution after the pooling.
+    """
 
     one: int
     three: tuple[int, int]
@@ -41,7 +45,10 @@ BLOCKS = {
 
 
 class Block(nn.Module):
-    """Branches side by side: 1×1; 1×1 and 3×3; 1×1 and two 3×3; pooling and 1×1. At stride 2 pooling alone."""
+    """Parallel branches: 1×1; 1×1 and 3×3; 1×1 and two 3×3; pooling and 1×1.
+
+    At stride 2 the last one is pooling alone.
+    """
 
     def __init__(self, fan_in: int, widths: Widths, width: float) -> None:
         super().__init__()
@@ -69,7 +76,7 @@ class Block(nn.Module):
 
 
 def _pooling(kind: str, stride: int) -> nn.Module:
-    """Padding adds nothing: neither a zero to an average nor a maximum."""
+    """Padding has no effect, neither on an average nor on a maximum."""
     if kind == "max":
         return nn.MaxPool2d(3, stride, padding=1)
     return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)

@@ -1,5 +1,5 @@
-"""The paper's net for CIFAR-10/100 (its section 4.4): a stem of stride 2, three Inception blocks on 16×16 maps, and
-the fully connected layer of 1,000 that its table leaves out."""
+"""The paper's network for CIFAR-10/100 (its section 4.4): a stem of stride 2, three Inception blocks on 16×16 maps, and
+the fully connected layer of 1,000 that its table omits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKS = (
 
 
 class Block(nn.Module):
-    """Four branches side by side: 1×1; 1×1 and 3×3; 1×1 and 5×5; max pooling and 1×1."""
+    """Four parallel branches: 1×1; 1×1 and 3×3; 1×1 and 5×5; max pooling and 1×1."""
 
     def __init__(self, fan_in: int, widths: Widths, width: float) -> None:
         super().__init__()

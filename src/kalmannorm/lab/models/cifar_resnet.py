@@ -15,8 +15,8 @@ WIDTHS = (16, 32, 64)
 class Block(nn.Module):
     """x + convolution(ReLU(norm(convolution(ReLU(norm(x)))))).
 
-    Where the map halves, the shortcut is averaged over 2×2 and padded with empty channels. The first block of a net
-    gets what the stem has activated already, and has no first norm.
+    If the map size is halved, the shortcut is averaged over 2×2 and padded with zero channels. The first block of a
+    network gets the activated output of the stem, so it has no first norm.
     """
 
     def __init__(self, fan_in: int, width: int, stride: int, activated: bool) -> None:
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def shortcut(self, x: Tensor) -> Tensor:
         if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # as large as the convolution's map, odd sizes too
+            x = F.avg_pool2d(x, self.stride, ceil_mode=True)  # the size of the convolution's output, also for odd sizes
         return F.pad(x, (0, 0, 0, 0, *self.padding)) if any(self.padding) else x
 
 

@@ -1,4 +1,4 @@
-"""The smallest net that shows the effect: five convolutions for 8×8 digits."""
+"""The smallest network that shows the effect: five convolutions for 8×8 digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the lab's own nets are made of: convolution, batch norm, ReLU; scaled widths; one initialisation."""
+"""Parts of the lab's own networks: convolution with batch norm and ReLU, scaled widths, initialisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 class Unit(nn.Module):
-    """ReLU(norm(convolution(x))); the padding keeps the map's size at stride 1."""
+    """ReLU(norm(convolution(x))). The padding keeps the size of the map at stride 1."""
 
     def __init__(self, fan_in: int, width: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
@@ -19,14 +19,14 @@ class Unit(nn.Module):
 
 
 def scaled(channels: int, width: float) -> int:
-    """A channel count of a net that is `width` times as wide."""
+    """The channel count in a network that is `width` times as wide."""
     return max(1, round(channels * width))
 
 
 def initialise(net: nn.Module) -> None:
-    """He's normal initialisation (fan out) of every convolution, whatever norm the net gets later.
+    """He's normal initialisation (fan out) of every convolution, for all norms.
 
-    Norms keep γ = 1 and β = 0, linear layers torch's own initialisation.
+    Norms keep γ = 1 and β = 0. Linear layers keep torch's own initialisation.
     """
     for module in net.modules():
         if isinstance(module, nn.Conv2d):

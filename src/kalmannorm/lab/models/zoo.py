@@ -1,4 +1,4 @@
-"""Classifiers of torchvision and timm, by their names: for as many classes and channels as the data have."""
+"""Classifiers of torchvision and timm, by name, with the classes and channels of the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torchvision_names() -> list[str]:
 
 
 def timm_names() -> list[str]:
-    """Empty where timm, which is optional, is not installed."""
+    """Empty if timm, which is optional, is not installed."""
     if importlib.util.find_spec("timm") is None:
         return []
     import timm
@@ -51,7 +51,7 @@ def build(name: str, classes: int, shape: tuple[int, int, int], pretrained: bool
     else:
         model = _from_timm(name.removeprefix(TIMM), classes, shape[0], pretrained)
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        raise LabError(f"{name} holds no batch norm, so there is nothing to compare; resnet18 does, for one")
+        raise LabError(f"{name} contains no batch norm, so there is nothing to compare; try resnet18")
     _check_output(name, model, classes, shape)
     return model
 
@@ -60,7 +60,7 @@ def _from_torchvision(name: str, classes: int, channels: int, pretrained: bool) 
     import torchvision
 
     options: dict[str, Any] = {}
-    if name in WITH_AUXILIARY_HEADS:  # with them a training forward would return more than logits
+    if name in WITH_AUXILIARY_HEADS:  # with these a training forward would return more than logits
         options = {"aux_logits": False, "init_weights": not pretrained, "transform_input": pretrained}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
     if pretrained:
@@ -103,7 +103,7 @@ def _from_timm(name: str, classes: int, channels: int, pretrained: bool) -> nn.M
 
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, num_classes=classes, in_chans=channels)
-    except Exception as error:  # a download fails in as many ways as timm has sources
+    except Exception as error:  # the errors of a download depend on timm's source
         if not pretrained:
             raise LabError(f"timm cannot build {name} for this data: {error}") from error
         raise _no_weights(name, error) from error
@@ -116,16 +116,16 @@ def _no_weights(name: str, error: Exception) -> LabError:
 
 
 def _check_output(name: str, model: nn.Module, classes: int, shape: tuple[int, int, int]) -> None:
-    """Whether the model runs on such images, on torch's meta device: only shapes are computed."""
+    """Run the model on torch's meta device, which computes shapes only, and check the shape of its output."""
     twin = copy.deepcopy(model).to("meta").eval()
     try:
         with torch.no_grad():
             output = twin(torch.empty(2, *shape, device="meta"))
     except NotImplementedError:
-        return  # an operation that the meta device lacks: the first step will tell
+        return  # the meta device lacks an operation: the first step will show errors
     except (RuntimeError, AssertionError, ValueError) as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         size = f"{shape[1]}×{shape[2]}"
         raise LabError(f"{name} does not run on images of {size} ({first_line}): try a larger --image-size") from error
     if not isinstance(output, torch.Tensor) or output.shape != (2, classes):
-        raise LabError(f"{name} is no classifier for {classes} classes: it returns something else than their logits")
+        raise LabError(f"{name} is not a classifier for {classes} classes: it does not return their logits")

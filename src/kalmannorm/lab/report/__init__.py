@@ -1,4 +1,4 @@
-"""One page that shows what runs and experiments found: `write`."""
+"""One page that shows the results of runs and experiments: `write`."""
 
 from __future__ import annotations
 

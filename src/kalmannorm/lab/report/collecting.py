@@ -1,6 +1,6 @@
-"""What lies in the given folders: runs in whatever state, and experiments.
+"""Reads folders of runs and experiments. Runs may be in any state.
 
-A damaged file stops no report: what can be read is shown, and `Collected.damaged` says what cannot.
+A damaged file does not stop a report. The readable parts are shown, and `Collected.damaged` lists the others.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ State = Literal["finished", "diverged", "unfinished", "repeated"]
 
 @dataclass(frozen=True)
 class Found:
-    """A run with its log read. Only finished and diverged ones enter averages; a repeated one has a later twin."""
+    """A run with its log.
+
+    Only finished and diverged runs enter averages. If a run was repeated, the last one counts.
+    """
 
     run: Run
     place: str
-    """Its folder, from the folder that was given."""
+    """Its folder, relative to the given folder."""
     state: State
     result: Record
     events: list[Record]
     analyses: dict[str, Record]
-    """By the name of what was analysed."""
+    """The records of its analyses, by name."""
     drawing: Element | None
-    """What feeds every norm; see `svg`."""
+    """The drawing of its wiring; see `svg`."""
 
     @property
     def counts(self) -> bool:
@@ -57,7 +60,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A run or an experiment that could not be read, or not all of it."""
+    """A run or an experiment that could not be read, or only in part."""
 
     place: str
     message: str
@@ -79,7 +82,7 @@ class Collected:
 
 
 def collect(folders: Sequence[Path]) -> Collected:
-    """Everything in these folders, at any depth, each once, in the order of their names."""
+    """All runs and experiments in these folders, at any depth, each once, sorted by name."""
     runs: dict[Path, Found] = {}
     experiments: dict[Path, Experiment] = {}
     damaged: dict[Path, Damaged] = {}
@@ -108,20 +111,20 @@ def collect(folders: Sequence[Path]) -> Collected:
 
 
 def _place(path: Path, given: Path) -> str:
-    """The given folder's own name, then the way down from it."""
+    """The name of the given folder, followed by the path inside it."""
     return plain_text(str(Path(given.resolve().name) / path.relative_to(given)))
 
 
 def _within(folder: Path, error: LabError) -> str:
-    """The message, with files named from the folder that is told anyway: a page may be read on other machines."""
+    """The message, with file names relative to the folder, because a page may be read on other machines."""
     return plain_text(str(error).replace(f"{folder}/", ""))
 
 
 def _found(folder: Path, place: str, wrong: list[str]) -> Found:
     """The run, without the parts that cannot be read, which are added to `wrong`.
 
-    Raises where it cannot be shown at all: without a recipe nobody knows what it is, and without its result it would
-    look unfinished.
+    Raises an error if the run cannot be shown at all: without a recipe it is unknown what was trained, and without its
+    result the run would look unfinished.
     """
     run = Run.read(folder)
     said: list[str] = []
@@ -145,7 +148,7 @@ def _found(folder: Path, place: str, wrong: list[str]) -> Found:
 
 
 def _tell(wrong: list[str], file: str, said: Sequence[str]) -> None:
-    """One line per file: its first complaint, and how many more there are."""
+    """Add one line per file: its first error, and the number of further errors."""
     if said:
         more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
         wrong.append(f"{file}: {said[0]}{more}")
@@ -183,7 +186,7 @@ def _experiment(home: Path, wrong: list[str]) -> Experiment:
 
 
 def without_twins(runs: Sequence[Found]) -> list[Found]:
-    """Of runs that come to the same numbers, seed and all, the one that ended last counts; the others are marked."""
+    """Of runs with equal numbers, including the seed, the one that ended last counts. The others are marked."""
     last: dict[Recipe, Found] = {}
     for found in runs:
         if found.counts:

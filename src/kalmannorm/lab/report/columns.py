@@ -1,7 +1,7 @@
-"""How the numbers of an experiment's table read: one rule, for the terminal and for the page.
+"""How the numbers of an experiment's table are written, in the terminal and on the page.
 
-What was measured has decimals by its spread, one where that is 0.05 or more, and all cells of a column have as many.
-What the paper says stands as it is printed there.
+Measured numbers have decimals that depend on their spread, one if it is 0.05 or more. All cells of a column have
+equally many decimals. The paper's numbers are written as the paper prints them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_papers(heading: str) -> bool:
 
 
 def texts(table: Record) -> list[list[str]]:
-    """Every cell of the table as it reads, row by row."""
+    """Every cell of the table as text, row by row."""
     headings = [str(name) for name in table.get("columns") or []]
     rows = [list(cells)[: len(headings)] for cells in table.get("rows") or []]
     columns = []
@@ -38,7 +38,7 @@ def column_texts(heading: str, cells: Sequence[Any]) -> list[str]:
 
 
 def spread_of(cell: Any) -> Spread | None:
-    """Of a cell over seeds."""
+    """The spread of a cell over seeds."""
     if not isinstance(cell, dict) or not isinstance(cell.get("mean"), (int, float)):
         return None
     std = cell.get("std")
@@ -46,7 +46,7 @@ def spread_of(cell: Any) -> Spread | None:
 
 
 def _plain_places(cells: Sequence[Any]) -> int:
-    """None where none has any, else what three digits need."""
+    """Decimals of plain numbers: 0 if no number has any, else as many as three digits need."""
     shown = [f"{cell:.{decimals(cell)}f}" for cell in cells if isinstance(cell, float)]
     return max((len(words.rstrip("0").partition(".")[2]) for words in shown), default=0)
 

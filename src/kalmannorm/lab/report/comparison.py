@@ -1,7 +1,7 @@
-"""Runs set side by side: rows are methods, columns are settings, and the seeds of a cell are averaged.
+"""A comparison of runs: rows are methods, columns are settings, and the seeds of a cell are averaged.
 
-A comparison is of one model on one data set. Where runs of one method and setting differ in more than the seed, such as
-the start of q or the epochs, each kind gets a row of its own: unlike runs are never averaged.
+A comparison has one model and one data set. If runs of one method and setting differ in more than the seed, such as the
+initial q or the epochs, each kind gets its own row. Different runs are never averaged.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kalmannorm.lab.words.naming import grouped
 from kalmannorm.lab.words.spread import Spread, spread
 
 _TASK = ("dataset", "model", "train_examples", "test_examples", "image_size", "pretrained")
-"""What makes two runs incomparable."""
+"""Fields of a recipe that must be equal in a comparison."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: a method, with what sets it apart from other rows; see `naming`."""
+    """A row: a method, and what distinguishes it from other rows; see `naming`."""
 
     name: str
     method: str
     colour: int
     terms: str = ""
-    """On what it was trained, where rows differ in that."""
+    """The terms of its training, if rows differ in them."""
 
     @property
     def label(self) -> str:
@@ -51,12 +51,12 @@ class Comparison:
     variants: list[Variant]
     settings: list[Setting]
     cells: dict[tuple[Variant, Setting], list[Found]]
-    """Only runs that count; by seed."""
+    """Only runs that count, sorted by seed."""
     runs: list[Found]
     common: dict[str, Any]
-    """What all recipes agree on."""
+    """Options that are equal in all recipes."""
     differing: dict[str, list[Any]]
-    """What they do not, besides method, setting and seed."""
+    """Options that differ, besides method, setting and seed."""
 
     @property
     def title(self) -> str:
@@ -69,7 +69,7 @@ class Comparison:
 
     @cached_property
     def images(self) -> int | None:
-        """How many test images an accuracy is of: as the results say, else as the data set is known; or None."""
+        """The number of test images, from the results or else from the data set. None if unknown."""
         sizes: list[int | None] = [run.result.get("test_images") for run in self.counting]
         if not any(sizes):
             recipe = self.runs[0].run.recipe
@@ -82,7 +82,7 @@ class Comparison:
         return [run for runs in self.cells.values() for run in runs]
 
     def seeds(self, variant: Variant, setting: Setting) -> list[Found]:
-        """The runs of a cell. A method without groups has the same ones at every setting of its gradient batch."""
+        """The runs of a cell. A method without groups has the same runs at every setting of its gradient batch."""
         own = self.cells.get((variant, setting))
         if own is not None or grouped(variant.method):
             return own or []
@@ -107,8 +107,10 @@ class Comparison:
 
     @cached_property
     def alike(self) -> list[Variant]:
-        """The rows that sentences compare: all trained on the same terms. Of several terms those that have batch norm
-        beside a filter, and then those of most runs."""
+        """The rows that sentences compare: all trained on the same terms.
+
+        If there are several terms, it takes those with both batch norm and a filter, and then those of most runs.
+        """
         kinds: dict[str, list[Variant]] = {}
         for variant in self.variants:
             kinds.setdefault(variant.terms, []).append(variant)
@@ -132,7 +134,7 @@ def _number(record: Any, keys: Sequence[str]) -> float | None:
 
 @dataclass(frozen=True)
 class Chapter:
-    """An experiment with its runs, or runs that belong to none."""
+    """An experiment with its runs, or runs that belong to no experiment."""
 
     experiment: Experiment | None
     runs: list[Found]
@@ -147,12 +149,12 @@ class Chapter:
 
     @property
     def warnings(self) -> list[str]:
-        """What to know of its runs before all else."""
+        """Facts that a reader needs before the results."""
         return caveats([run.ended for run in self.runs if run.counts])
 
 
 def chapters(collected: Collected) -> list[Chapter]:
-    """One per experiment, then one per comparison of the runs outside of experiments."""
+    """One chapter per experiment, then one per comparison of the other runs."""
     owned: dict[Path, list[Found]] = {experiment.folder: [] for experiment in collected.experiments}
     loose: list[Found] = []
     for found in collected.runs:
@@ -168,7 +170,7 @@ def chapters(collected: Collected) -> list[Chapter]:
 
 
 def compare(runs: Sequence[Found]) -> list[Comparison]:
-    """The comparisons that these runs make, in the order in which they are met."""
+    """The comparisons of these runs, in order of first appearance."""
     tasks: dict[tuple[Any, ...], list[Found]] = {}
     for found in runs:
         tasks.setdefault(_values(found.run.recipe, _TASK), []).append(found)
@@ -214,13 +216,13 @@ def _comparison(runs: list[Found]) -> Comparison:
 def _shades(
     rows: dict[tuple[Any, ...], Recipe], runs: Counter[str], telling: Sequence[str]
 ) -> dict[tuple[Any, ...], int]:
-    """Rows on the terms of most runs choose first, so that they have their methods' own colours."""
+    """Colours of rows. Rows on the terms of most runs come first, so that they get the colours of their methods."""
     keys = sorted(rows, key=lambda key: -runs[naming.terms(rows[key], telling)])
     return dict(zip(keys, palette.colours([rows[key].method for key in keys]), strict=True))
 
 
 def _settings(recipes: list[Recipe]) -> list[Setting]:
-    """Large ones first. A method without groups adds none where others say which statistics batches matter."""
+    """Large settings first. A method without groups adds no setting if other methods have statistics batches."""
     found = {recipe.setting for recipe in recipes if grouped(recipe.method)}
     batches = {setting.gradient_batch for setting in found}
     found |= {recipe.setting for recipe in recipes if recipe.gradient_batch not in batches}
@@ -228,10 +230,10 @@ def _settings(recipes: list[Recipe]) -> list[Setting]:
 
 
 def _row_order(recipe: Recipe, telling: Sequence[str]) -> tuple[int, list[tuple[bool, Any]]]:
-    """By method, then by what tells rows of one method apart."""
+    """Sort key: by method, then by the options that distinguish rows of one method."""
     return naming.order(recipe.method), [_missing_first(value) for value in _values(recipe, telling)]
 
 
 def _missing_first(value: Any) -> tuple[bool, Any]:
-    """None cannot be ordered among others."""
+    """Sort None first, because it cannot be compared with other values."""
     return value is not None, value

@@ -1,19 +1,19 @@
-"""Whether two accuracies differ by more than chance: by more than the seeds vary, and by more than test images do.
+"""Whether two accuracies differ by more than chance: by more than seeds vary, and by more than test images vary.
 
 Seeds: Welch's t-test at 95 %,
 
     |a - b| > t(ν) √(s_a²/n_a + s_b²/n_b)        ν by Welch and Satterthwaite
 
-It is not paired by seed. A seed fixes the first weights and the order of the images, but other norms take other ways
-from there within a few steps: pairing would give away half of the degrees of freedom for little.
+The test is not paired by seed. A seed fixes the initial weights and the order of the images, but different norms
+diverge from each other within a few steps. Pairing would halve the degrees of freedom and gain little.
 
-Test images: all seeds are tested on the same N images, and other images would give other accuracies, which more seeds
-do not average out. With p̃ = (hits + 1) / (N + 2), as Agresti and Caffo have it, so that 100 % has an error too,
+Test images: all seeds are tested on the same N images. Other images would give other accuracies, and more seeds do not
+average that out. With p̃ = (hits + 1) / (N + 2), as in Agresti and Caffo, so that 100 % has an error too,
 
     |a - b| > 1.96 √(p̃_a(1 - p̃_a)/(N + 2) + p̃_b(1 - p̃_b)/(N + 2))
 
-Both rows see the same images, so that their errors go together and the true margin is smaller: this one errs on the
-side of no difference. Where the largest of k differences was picked, 5 % is shared among the k (Bonferroni).
+Both rows see the same images, so their errors are correlated and the true margin is smaller. This test may miss a small
+difference. If the largest of k differences was picked, the 5 % are divided by k (Bonferroni).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """A distance in accuracy, and the distances that chance explains; in %."""
+    """A difference in accuracy, and the differences that chance explains, in %."""
 
     size: float
     seeds: float | None
-    """None where a single seed leaves it unknown."""
+    """None if it is unknown, because there is a single seed."""
     images: float | None
-    """None where nobody knows how many images were tested."""
+    """None if the number of test images is unknown."""
     counts: tuple[int, int, int | None]
-    """Seeds of either side, and test images."""
+    """Number of seeds on each side, and of test images."""
 
     @property
     def beyond_chance(self) -> bool | None:
-        """None where it may be: a single seed, and more than the test images explain."""
+        """None if unknown: there is a single seed, and the difference is larger than test images explain."""
         margins = [margin for margin in (self.seeds, self.images) if margin is not None]
         if not self.size or any(self.size <= margin for margin in margins):
             return False
@@ -51,7 +51,7 @@ class Difference:
 
     @property
     def level(self) -> bool:
-        """Whether nothing sets the two apart. False also where only the seeds are too few to tell."""
+        """Whether chance explains the difference. Also False if there are only too few seeds to know."""
         return self.beyond_chance is False and (self.images is None or self.size <= self.images)
 
     @property
@@ -67,7 +67,7 @@ class Difference:
 
 
 def difference(one: Spread, other: Spread, images: int | None, among: int = 1) -> Difference:
-    """`images` is how many were tested, and `among` how many differences this one was picked from."""
+    """`images` is the number of test images. `among` is the number of differences from which this one was picked."""
     share = 1 - _LEVEL / (2 * max(among, 1))
     return Difference(
         abs(one.mean - other.mean),

@@ -1,4 +1,4 @@
-"""What an experiment's record asks to be shown: its tables beside the paper's figures, its own curves and maps."""
+"""The parts of a page that an experiment's record defines: tables with the paper's numbers, curves and maps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kalmannorm.lab.report.tables import brought
 
 
 def introduction(record: Record) -> Markup:
-    """The question, and on what terms it was answered."""
+    """The question, and the data and length of the training."""
     facts = [f"data set {record['dataset']}"] if record.get("dataset") else []
     facts += [f"budget {record['budget']}"] if record.get("budget") is not None else []
-    stand_in = "Not the paper's data: compare the order of the methods, not the height."
+    stand_in = "Not the paper's data: compare the order of the methods, not the values."
     return joined(
         element("p", record["question"], class_="lead") if record.get("question") else None,
         element("p", element("span", "stand-in", class_="state unfinished"), " ", stand_in)
@@ -35,7 +35,7 @@ def tables(record: Record) -> Markup:
 
 
 def figures(chapter: Chapter, slug: str) -> list[Figure]:
-    """Those that the record names and whose runs are there."""
+    """The figures of the record whose runs exist."""
     if chapter.experiment is None:
         return []
     home = chapter.experiment.folder

@@ -1,4 +1,4 @@
-"""The words of the page, explained on it: what a setting is, the ways of inference, and the methods that it shows."""
+"""Explains the words of the page: settings, ways of inference, and the methods on it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kalmannorm.lab.words.naming import grouped, order
 from kalmannorm.lab.words.wording import counted
 
 _MODES = {
-    "population": "Moving averages of training normalize every test image, as BatchNorm does in eval().",
-    "batch": "Groups of test images share their statistics, as in training: other test images matter.",
-    "example": "Every test image by itself, as if it were in a group with average images.",
+    "population": "Every test image is normalized with the moving averages of training, as BatchNorm does in eval().",
+    "batch": "Groups of test images share their statistics, as in training, and so depend on each other.",
+    "example": "Every test image is normalized by itself, as if it were in a group with average images.",
 }
 
 
 def glossary(chapters: Sequence[Chapter]) -> Markup | None:
-    """Of what these chapters hold, and no more; None where there are no runs."""
+    """The words that these chapters use. None if there are no runs."""
     comparisons = [comparison for chapter in chapters for comparison in chapter.comparisons]
     if not comparisons:
         return None
@@ -30,7 +30,7 @@ def glossary(chapters: Sequence[Chapter]) -> Markup | None:
     words = {str(setting): f"A setting: each optimizer step sees {counted(gradient, 'image')}, {share}."}
     methods = sorted({variant.method for comparison in comparisons for variant in comparison.variants}, key=order)
     if any(not grouped(method) for method in methods):
-        words[f"({gradient}, –)"] = "The same for a method that has no groups."
+        words[f"({gradient}, –)"] = "The same setting for a method that has no groups."
     modes = {mode for comparison in comparisons for mode in comparison.modes}
     words |= {mode: _MODES[mode] for mode in INFERENCE_MODES if mode in modes}
     words |= {METHODS[method].title: METHODS[method].words for method in methods}

@@ -1,4 +1,4 @@
-"""HTML from Python: whatever is not markup already is escaped, so that no record can break out of the page."""
+"""HTML from Python. Everything that is not markup is escaped, so that no record can inject HTML into the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def joined(*parts: object) -> Markup:
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """`class_` is class and `data_value` is data-value; None and False leave an attribute out, True has no value."""
+    """`class_` is class and `data_value` is data-value.
+
+    None and False omit an attribute, True writes it without value.
+    """
     written = []
     for key, value in attributes.items():
         if value is not None and value is not False:

@@ -1,4 +1,4 @@
-"""Every run with what one needs to make it again: command, versions, hardware, seed, commit."""
+"""Every run with what is needed to repeat it: command, versions, hardware, seed, commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MANY = 12
 
 
 def run_list(runs: Sequence[Found], damaged: Sequence[Damaged]) -> Markup:
-    """What went wrong first; many that finished are folded away."""
+    """Failed runs come first. A long list of finished runs is collapsed."""
     troubles = [
         element("p", d.kind.capitalize(), " ", element("strong", d.place), f": {d.message}", class_="trouble")
         for d in damaged
@@ -65,7 +65,7 @@ def _accuracies(found: Found) -> dict[str, float]:
 
 
 def progress(found: Found) -> str:
-    """How far an unfinished run came."""
+    """The progress of an unfinished run."""
     reached = max((event["epoch"] for event in found.events if "epoch" in event), default=0.0)
     return f"epoch {number(float(reached), 1)} of {found.run.recipe.epochs:g}"
 

@@ -1,6 +1,6 @@
-"""What the numbers of these very runs show, in plain sentences. Nothing here knows what the answer should be.
+"""Sentences about the numbers of these runs. The code does not assume which method is better.
 
-Like is compared with like: rows that were trained on the same terms, and runs that learned something.
+Only rows that were trained on the same terms are compared, and only runs that learned something.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kalmannorm.lab.words.spread import Spread
 from kalmannorm.lab.words.wording import accuracy, counted, listed, number
 
 _POINT = 1.0
-"""A change in accuracy that is worth a verb, in %."""
+"""The least change in accuracy that a verb describes, in %."""
 
 
 _NOISY = 0.15
-"""A standard deviation of speeds, relative to their mean, above which the machine was busy with something else."""
+"""The largest relative standard deviation of speeds. Above it the machine probably had other load."""
 
 
 def what(comparison: Comparison, named: bool = True) -> str:
-    """What was compared, in one sentence; with the names of model and data set where no title says them."""
+    """What was compared, in one sentence. With the names of model and data set, unless a title has them."""
     seeds = {len(runs) for runs in comparison.cells.values()}
     epochs = comparison.common.get("epochs")
     methods, rows = len({variant.method for variant in comparison.variants}), len(comparison.variants)
@@ -44,25 +44,25 @@ def what(comparison: Comparison, named: bool = True) -> str:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What to know before all else, and what was found."""
+    """Facts that a reader needs first, and the findings."""
     return [*caveats([run.ended for run in comparison.counting]), *findings(comparison)]
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """On accuracy, and on the runs that did not end as they should."""
+    """Findings on accuracy, and on runs that did not end normally."""
     told = [_on_terms(comparison, said) for said in (*_falls(comparison), *_best(comparison))]
     return [*told, *_states(comparison)]
 
 
 def _on_terms(comparison: Comparison, said: str) -> str:
-    """With the terms that the sentence is of, where there are others."""
+    """Add the terms of training to the sentence, if there are several."""
     terms = comparison.alike[0].terms
     return f"With {terms}, {said[0].lower()}{said[1:]}" if terms else said
 
 
 @dataclass(frozen=True)
 class _Change:
-    """A method at a setting, beside itself at the largest statistics batch."""
+    """A method at a setting, compared with itself at the largest statistics batch."""
 
     variant: Variant
     now: Spread
@@ -86,7 +86,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Gap:
-    """Batch norm beside a filter."""
+    """Batch norm compared with a filter."""
 
     mode: str
     one: _Change
@@ -98,9 +98,11 @@ class _Gap:
 
 
 def _falls(comparison: Comparison) -> list[str]:
-    """Batch norm beside a filter. First a comparison that is fixed before any number is known: population mode at the
-    smallest statistics batch, with the first filter. Then, at each smaller statistics batch, the largest of all gaps,
-    which says of how many."""
+    """Batch norm compared with a filter.
+
+    The first comparison is fixed before any number is known: population mode at the smallest statistics batch, with the
+    first filter. Then follows, for each smaller statistics batch, the largest of all gaps, and the number of gaps.
+    """
     baselines = [row for row in comparison.alike if row.method == "bn"]
     filters = [row for row in comparison.alike if is_filter(row.method)]
     if not baselines or not filters:
@@ -147,7 +149,7 @@ def _sound(comparison: Comparison, variant: Variant, setting: Setting, mode: str
 
 
 def _story(gap: _Gap, among: int = 1) -> str:
-    """`among` is the number of gaps that this one was picked from."""
+    """`among` is the number of gaps from which this one was picked."""
     one, other = gap.one, gap.other
     start = f"{one.variant.name} {one.verb} {accuracy(one.now)} %"
     if one.before is not None and one.verb.endswith(" to"):
@@ -167,7 +169,7 @@ def _story(gap: _Gap, among: int = 1) -> str:
 
 
 def _best(comparison: Comparison) -> list[str]:
-    """The best of all methods and ways of inference at the smallest statistics batch, and the first beside it."""
+    """The best of all methods and ways of inference at the smallest statistics batch, and the second best."""
     if not comparison.settings:
         return []
     setting = comparison.settings[-1]
@@ -214,7 +216,7 @@ def on_gains(comparison: Comparison) -> list[str]:
 
 
 def on_speed(comparison: Comparison) -> list[str]:
-    """As a ratio to batch norm, on one kind of machine only, and only where the seeds agree and steps are many."""
+    """Speed as a ratio to batch norm. Only for one kind of machine, if the seeds agree and there are many steps."""
     baselines = [row for row in comparison.alike if row.method == "bn"]
     hasty = any(too_short(*run.ended) for run in comparison.counting)
     if not baselines or hasty or len(hardware(comparison)) != 1:
@@ -240,9 +242,9 @@ def on_speed(comparison: Comparison) -> list[str]:
 def _states(comparison: Comparison) -> list[str]:
     told = []
     for state, one, many in (
-        ("diverged", "diverged and counts as it ended", "diverged and count as they ended"),
+        ("diverged", "diverged and counts with its final accuracy", "diverged and count with their final accuracy"),
         ("unfinished", "is unfinished and enters no average", "are unfinished and enter no average"),
-        ("repeated", "has a later twin that counts instead", "have later twins that count instead"),
+        ("repeated", "was repeated, and the last one counts", "were repeated, and the last ones count"),
     ):
         runs = [run.run.recipe for run in comparison.runs if run.state == state]
         if runs:

@@ -1,6 +1,6 @@
-"""Drawings from files, as shapes and words alone: whatever else a file holds, such as a script, is left out.
+"""Copies drawings from files, as shapes and text only. Everything else in a file, such as a script, is dropped.
 
-A drawing becomes part of the page, or a file of its own beside it. Neither holds anything that was not copied here.
+A drawing becomes part of the page, or a separate file beside it. Both contain only what was copied here.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _DEEPEST = 50
 
 
 def read(path: Path) -> Element:
-    """The drawing in a file, not yet safe to show."""
+    """The drawing in a file. It is not safe to show yet."""
     try:
         source = path.read_text(encoding="utf-8")
         if "<!DOCTYPE" in source or "<!ENTITY" in source:
-            raise LabError(f"{path} is no plain drawing: it defines entities")
+            raise LabError(f"{path} is not a plain drawing: it defines entities")
         root = ElementTree.fromstring(source)
     except (OSError, ValueError, ElementTree.ParseError) as error:
         raise LabError(f"{path} is damaged ({error})") from None
     if _name(root) != "svg":
-        raise LabError(f"{path} is no drawing")
+        raise LabError(f"{path} is not a drawing")
     layer, depth = [root], 0
     while layer:
         layer, depth = [child for node in layer for child in node], depth + 1
         if depth > _DEEPEST:
-            raise LabError(f"{path} is no drawing: it nests more than {_DEEPEST} elements")
+            raise LabError(f"{path} is not a drawing: it nests more than {_DEEPEST} elements")
     return root
 
 
 def inlined(root: Element, number: int) -> Markup:
-    """The drawing as part of an HTML page, with names of its own."""
+    """The drawing as part of an HTML page, with unique ids."""
     copy = _copied(root, f"wiring-{number}-")
     assert copy is not None
     return copy

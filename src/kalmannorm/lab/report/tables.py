@@ -1,4 +1,4 @@
-"""The tables of the page: methods × settings × ways of inference, and those that experiments bring along."""
+"""The tables of the page: methods × settings × ways of inference, and the tables of experiments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kalmannorm.lab.words.spread import Spread
 from kalmannorm.lab.words.wording import MISSING, listed, number, option, unbroken
 
 _SHORTFALLS = (2.0, 5.0, 10.0, 20.0)
-"""Points below the best of the table at which a cell is tinted more strongly."""
+"""Points below the best of the table at which a cell gets a stronger tint."""
 
 
 _FEW = 6
-"""So many columns look lost on the whole width of the page."""
+"""Tables with at most this many columns do not use the whole width of the page."""
 
 
 def results(comparison: Comparison) -> Markup:
-    """Accuracy of every cell, the best of each column marked with all that are not apart from it."""
+    """Accuracy of every cell. In each column the best is marked, and all that do not differ from it beyond chance."""
     columns = [
         (setting, mode)
         for setting in comparison.settings
@@ -77,7 +77,7 @@ def _swatch(variant: Variant) -> Markup:
 
 
 def _sorter(label: str) -> Markup:
-    """A button, so that Enter, space and a tap sort as a click does."""
+    """A button, so that Enter, space and a tap also sort."""
     return element("button", label, element("span", class_="arrow", aria_hidden="true"), type="button", class_="sort")
 
 
@@ -91,13 +91,13 @@ def _cell(
     edge: str | None,
 ) -> Markup:
     if value is None:
-        missing = "no such run, or no such way of inference"
+        missing = "there is no such run, or it has no such way of inference"
         return element("td", MISSING, title=missing, class_=" ".join(filter(None, ("none", edge))))
     best = max(rivals, key=lambda other: other.mean, default=None)
     diverged = comparison.diverged(variant, column[0])
     comparable = best is not None and any(value is rival for rival in rivals)
     found = difference(value, best, comparison.images) if best is not None and comparable else None
-    # The spread of a failure is no merit.
+    # The spread of diverged runs means nothing.
     level = found is not None and found.level and not diverged
     open_ = found is not None and found.beyond_chance is False and not level and not diverged
     classes = ["best"] if value is best else ["level"] if level else []
@@ -124,11 +124,11 @@ def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     images = "" if comparison.images is None else f"{number(comparison.images)} test images"
     parts = [
         "Test accuracy in %, mean ± standard deviation over "
-        + (f"{counts[0]} seeds." if len(counts) == 1 and counts[0] > 1 else "seeds; hover tells how many."),
+        + (f"{counts[0]} seeds." if len(counts) == 1 and counts[0] > 1 else "seeds; hover to see how many."),
         f"Bold: best of its column, and all within the error of {images}, at 95 % for each pair. "
         "?: further from the best, but the seeds are too few to tell (Welch's t-test at 95 %)."
         if images
-        else "Bold: best of its column, and all that the spread of the seeds does not set apart from it "
+        else "Bold: best of its column, and all that do not differ from it by more than the seeds vary "
         "(Welch's t-test at 95 % for each pair).",
         "Tint: 2, 5, 10 or 20 points below the best of the table.",
     ]
@@ -142,12 +142,12 @@ def _legend(comparison: Comparison, values: Sequence[Spread]) -> Markup:
     if not all(comparison.sound(variant, setting) for variant, setting in comparison.cells):
         parts.append("Runs that are too short, or end at chance level, are never marked.")
     if any(run.state == "diverged" for run in comparison.counting):
-        parts.append("† holds diverged runs, with the accuracy they ended with; it is never level with the best.")
+        parts.append("† contains diverged runs, with their final accuracy, and is never marked as equal to the best.")
     return element("p", " ".join(parts), class_="note")
 
 
 def settings_line(comparison: Comparison) -> Markup:
-    """What all these runs share, and what else they differ in."""
+    """The options that all these runs share, and those in which they differ."""
     shared = {n: v for n, v in comparison.common.items() if v is not None and (n != "augment" or not v)}
     said = [option(name, value) for name, value in shared.items() if value not in (False, 0, 0.0) or name == "augment"]
     parts: list[object] = [element("strong", "Shared by all runs: "), ", ".join(said) + "."]
@@ -162,7 +162,7 @@ def _value(value: Any) -> str:
 
 
 def brought(table: Record) -> Markup:
-    """A table of an experiment; columns that name the paper are set apart from ours."""
+    """A table of an experiment. The columns of the paper have another style than ours."""
     columns = [str(name) for name in table.get("columns") or []]
     lines = [list(cells) for cells in table.get("rows") or []]
     kinds = [_kind(i, name, [cells[i] for cells in lines if i < len(cells)]) for i, name in enumerate(columns)]
@@ -197,7 +197,7 @@ def _sort_key(cell: Any, text: str) -> object:
 
 
 def _kind(place: int, name: str, cells: Sequence[Any]) -> str | None:
-    """How a column looks: the first one stays, the paper's are set apart, words stand to the left."""
+    """The style of a column: the first one stays in view, the paper's differ from ours, and words are left-aligned."""
     classes = ["name"] if place == 0 else []
     classes += ["paper"] if is_papers(name) else []
     known = [cell for cell in cells if cell is not None]
@@ -206,6 +206,9 @@ def _kind(place: int, name: str, cells: Sequence[Any]) -> str | None:
 
 
 def _box(name: str, head: object, rows: Sequence[Markup], kind: str) -> Markup:
-    """Wide tables scroll in their box, never the page; the box takes the focus so that keys can scroll it."""
+    """Wide tables scroll in their box, so that the page does not.
+
+    The box can have the focus, so that keys scroll it.
+    """
     table = element("table", element("caption", name), element("thead", head), element("tbody", *rows), class_=kind)
     return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=name)

@@ -1,5 +1,7 @@
-"""Whether runs have learned anything. What ends where guessing would, or after a handful of steps, compares nothing:
-that is said before all else, and no sentence compares it.
+"""Whether runs have learned anything.
+
+Runs at chance level, or with only a few steps, show no difference between methods. The page says so first, and no
+sentence compares them.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ Ended = tuple[Recipe, Record]
 
 
 def classes(recipe: Recipe) -> int | None:
-    """None where only the user's own files tell."""
+    """The number of classes. None if it depends on the user's own files."""
     source = SOURCES.get(recipe.dataset)
     return _CLASSES.get(recipe.dataset, source.classes if source is not None else None)
 
 
 def at_chance(recipe: Recipe, result: Record) -> bool:
-    """Whether the best way of inference has at most half again what guessing gives, and at most a twentieth of the way
-    from there to 100 %.
+    """Whether the best way of inference is at chance level.
 
-    One of the ways at chance level is a finding about that way. A diverged run is told of as such.
+    It is, if its accuracy is at most 1.5 times that of guessing, and at most a twentieth of the way from there to 100
+    %. If only one of the ways is at chance level, that is a finding about that way. Diverged runs are reported
+    separately.
     """
     count = classes(recipe)
     scores = [value for value in (result.get("accuracy") or {}).values() if isinstance(value, (int, float))]
@@ -41,7 +44,7 @@ def at_chance(recipe: Recipe, result: Record) -> bool:
 
 
 def too_short(recipe: Recipe, result: Record) -> bool:
-    """Less than an epoch, or a handful of steps."""
+    """Whether the training had less than an epoch, or only a few steps."""
     steps = result.get("steps")
     return recipe.epochs < 1 or (not result.get("diverged") and steps is not None and steps < FEW_STEPS)
 
@@ -52,7 +55,7 @@ def sound(ended: Sequence[Ended]) -> bool:
 
 
 def caveats(ended: Sequence[Ended]) -> list[str]:
-    """What one must know of these runs before anything else."""
+    """Facts about these runs that a reader needs first."""
     short = [run for run in ended if too_short(*run)]
     lost = [run for run in ended if at_chance(*run)]
     told = []
@@ -84,7 +87,7 @@ def _length(short: Sequence[Ended]) -> str:
 
 
 def _names(some: Sequence[Ended], ended: Sequence[Ended]) -> str:
-    """The rows they are of, where others are not."""
+    """The rows of these runs, if other rows have none of them."""
     if len(some) == len(ended):
         return ""
     all_seeds = Counter(row_name(recipe) for recipe, _ in ended)

@@ -1,4 +1,4 @@
-"""The drawings of who feeds whom, one for every model and method: wiring depends on nothing else."""
+"""The wiring drawings, one for every model and method. The wiring depends on nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kalmannorm.lab.words.naming import title as title_of
 
 
 def drawings(chapters: Sequence[Chapter]) -> list[tuple[str, Element]]:
-    """A title and a drawing; of several runs, that of the first which has one."""
+    """Titles and drawings. If several runs have a drawing, the first is taken."""
     found: dict[str, Element] = {}
     for chapter in chapters:
         for comparison in chapter.comparisons:

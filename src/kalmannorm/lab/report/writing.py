@@ -1,4 +1,4 @@
-"""From folders of runs to a page, its figures as files, and a summary for scripts."""
+"""Writes a page from folders of runs, its figures as files, and a summary for scripts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Tell = Callable[[str], None]
 
 
 def write(folders: Sequence[Path], output: Path, *, figures: Path | None = None, tell: Tell | None = None) -> Path:
-    """Write the page about all runs and experiments in `folders`; each figure as PNG, SVG and CSV into `figures`.
+    """Write the page about all runs and experiments in `folders`, and each figure as PNG, SVG and CSV into `figures`.
 
-    `tell` hears a line for each run or experiment that could not be read, or only in part; the page says the same.
+    `tell` is called with a line for each run or experiment that could not be read completely. The page says the same.
     """
     return write_collected(collect(folders), output, figures=figures, tell=tell)
 
@@ -36,7 +36,7 @@ def write_collected(
     made = content(chapters(collected), collected.damaged)
     if figures is not None:
         write_figures(made, figures)
-    # The name of a folder need not be UTF-8.
+    # The name of a folder need not be valid UTF-8.
     write_atomically(output, page(made, _between(output, figures)).encode(errors="backslashreplace"))
     if tell is not None:
         for broken in collected.damaged:
@@ -45,7 +45,7 @@ def write_collected(
 
 
 def _between(output: Path, figures: Path | None) -> str | None:
-    """How the page links to its figures: they lie beside it, or are not linked."""
+    """The path from the page to its figures. None if they are not beside it; then they are not linked."""
     if figures is None or figures.resolve().parent != output.resolve().parent:
         return None
     return figures.name
@@ -67,14 +67,14 @@ def _csv(figure: Figure) -> str:
     rows = list(figure.rows())
     names = list(dict.fromkeys(name for row in rows for name in row))
     file = io.StringIO()
-    writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")  # "raise" takes longer
+    writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")  # "raise" is slower
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
 
 
 def summarize(folders: Sequence[Path]) -> Record:
-    """What the page's tables and sentences say, for scripts."""
+    """The content of the page's tables and sentences, for scripts."""
     return summarize_collected(collect(folders))
 
 

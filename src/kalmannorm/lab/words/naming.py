@@ -1,8 +1,8 @@
-"""What a method, a setting and a row are called: the same in terminal, tables, figures and sentences.
+"""Names of methods, settings and rows: the same in the terminal, tables, figures and sentences.
 
-A row is a method, with what tells it from another row of the same method and setting: options of its own, such as where
-q starts, and the terms on which it was trained, such as its epochs. What only changes how often a run is looked at
-tells nothing.
+A row is named by its method, and by what distinguishes it from other rows of the same method and setting. These are
+options of the method, such as the initial q, and terms of the training, such as its epochs. Options that only change
+how often a run is evaluated are not named.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kalmannorm.lab.words.wording import option
 
 _CELL = ("method", "gradient_batch", "statistics_batch")
 _IDLE = {"evaluate_every": 0.0}
-"""Options of a recipe that no weight and no final number depends on."""
+"""Options of a recipe that affect neither weights nor final numbers."""
 _OWN = ("gain",)
-"""Options of a method itself; all others are terms."""
+"""Options of a method itself. All others are terms of the training."""
 
 
 def title(method: str) -> str:
@@ -28,17 +28,17 @@ def title(method: str) -> str:
 
 
 def order(method: str) -> int:
-    """Batch norm first, as what the others are compared with; then as the methods are listed."""
+    """Batch norm first, because the others are compared with it. Then the order of the list of methods."""
     return list(METHODS).index(method) if method in METHODS else len(METHODS)
 
 
 def grouped(method: str) -> bool:
-    """Whether the statistics batch matters to it."""
+    """Whether the method depends on the statistics batch."""
     return method not in METHODS or METHODS[method].groups
 
 
 def at(method: str, setting: Setting) -> str:
-    """The setting, without a statistics batch where that does not matter."""
+    """The setting, without a statistics batch if the method does not depend on it."""
     return str(setting) if grouped(method) else f"({setting.gradient_batch}, –)"
 
 
@@ -51,17 +51,17 @@ def run_name(recipe: Recipe) -> str:
 
 
 def essence(recipe: Recipe) -> Recipe:
-    """Equal for runs that come to the same numbers."""
+    """The recipe without options that affect no numbers. It is equal for runs with equal numbers."""
     return dataclasses.replace(recipe, **_IDLE)  # type: ignore[arg-type]
 
 
 def options(recipe: Recipe) -> dict[str, Any]:
-    """What a result depends on besides method, setting and seed, by name."""
+    """The options, by name, that a result depends on besides method, setting and seed."""
     return {name: value for name, value in recipe.to_json().items() if name not in (*_CELL, *_IDLE, "seed")}
 
 
 def telling(recipes: Sequence[Recipe]) -> list[str]:
-    """The options that differ within a cell; a learning rate that follows the gradient batch, say, does not."""
+    """The options that differ within a cell. A learning rate that follows the gradient batch does not count."""
     return [name for name in options(recipes[0]) if _varies_within_a_cell(recipes, name)] if recipes else []
 
 
@@ -79,5 +79,5 @@ def own_name(recipe: Recipe, told: Sequence[str], recipes: Sequence[Recipe]) -> 
 
 
 def terms(recipe: Recipe, told: Sequence[str]) -> str:
-    """On what it was trained, where that differs between rows: "15 epochs"."""
+    """The terms of training in which rows differ: "15 epochs"."""
     return ", ".join(option(name, getattr(recipe, name)) for name in told if name not in _OWN)

@@ -1,4 +1,4 @@
-"""What several seeds say together: mean and standard deviation."""
+"""Mean and standard deviation over seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """`std` is the sample's (divided by n - 1), None for a single seed."""
+    """`std` is the sample's standard deviation (divided by n - 1), None for a single seed."""
 
     mean: float
     std: float | None
@@ -22,7 +22,7 @@ class Spread:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that are there; None where there is none."""
+    """The spread of the values that are not None. None if there are none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""How numbers are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISSING = "–"
 
 
 def decimals(value: float) -> int:
-    """As many as give about three digits that mean something."""
+    """Decimals for about three significant digits."""
     size = abs(value)
     if size == 0 or size >= 1000:
         return 0
@@ -31,8 +31,10 @@ def number(value: float, places: int | None = None) -> str:
 
 
 def places_of(value: Spread) -> int:
-    """Decimals by the spread: the first at which it is seen, one at least; two digits where it is unknown or nothing.
-    None in thousands."""
+    """Decimals that show the first digit of the spread, at least one. None for thousands.
+
+    If the spread is unknown or zero, two significant digits.
+    """
     if abs(value.mean) >= 1000:
         return 0
     if value.std:
@@ -42,7 +44,7 @@ def places_of(value: Spread) -> int:
 
 
 def plus_minus(value: Spread, places: int | None = None) -> str:
-    """Mean and standard deviation, to the same place."""
+    """Mean and standard deviation, with the same decimals."""
     if places is None:
         places = places_of(value)
     tail = "" if value.std is None else f" ± {number(value.std, places)}"
@@ -78,7 +80,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def unbroken(words: str) -> str:
-    """No line ends within "97.9 ± 0.2 %", "(64, 1)" or "(64, –)"."""
+    """Prevent line breaks within "97.9 ± 0.2 %", "(64, 1)" or "(64, –)"."""
     return re.sub(r"(?<=\d) (?=[±%])|(?<=±) |(?<=,) (?=(?:\d+|–)\))", "\u00a0", words)
 
 
