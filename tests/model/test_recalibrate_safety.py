@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kalmannorm import BatchKalmanNorm2d, GhostBatchNorm2d, freeze_statistics, recalibrate
-from kalmannorm._norms import tracked
+from kalmannorm._norms import running_statistics
 from support.population_nets import KINDS, data, quiet, same, statistics
 
 
@@ -170,7 +170,7 @@ def test_progress_is_shown_where_wanted_and_on_a_terminal_alone(capsys, monkeypa
 def test_what_is_only_looked_at_launches_nothing(monkeypatch):
     """Where one launch can move the buffers, as on a GPU, a recalibration still sees each batch and moves none."""
     launched = []
-    monkeypatch.setattr(tracked, "tracking_for", lambda rows: SimpleNamespace(track=launched.append))
+    monkeypatch.setattr(running_statistics, "tracking_for", lambda rows: SimpleNamespace(track=launched.append))
     model, x = (
         nn.Sequential(BatchKalmanNorm2d(3), GhostBatchNorm2d(3, statistics_batch_size=2)),
         torch.randn(4, 3, 5, 5),

@@ -16,8 +16,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import accumulate_statistics, convert, freeze_statistics, recalibrate
-from kalmannorm._model.population import norms
-from kalmannorm._norms import tracked
+from kalmannorm._model.inference import norms
+from kalmannorm._norms import running_statistics
 from kalmannorm._ops.track.averages import groups_of
 from kalmannorm._running import postponed_tracking
 from support.converted_net import NON_LEAF, TRANSITIONS, image, net, state, step
@@ -58,10 +58,12 @@ class Kernels(SimpleNamespace):
 def kernels(monkeypatch):
     kernels = Kernels()
     known = kernels.norms
-    monkeypatch.setattr(tracked, "tracking_for", lambda rows: None if torch.compiler.is_compiling() else kernels)
-    launch = tracked.TrackedNorm._launch
     monkeypatch.setattr(
-        tracked.TrackedNorm,
+        running_statistics, "tracking_for", lambda rows: None if torch.compiler.is_compiling() else kernels
+    )
+    launch = running_statistics.TrackedNorm._launch
+    monkeypatch.setattr(
+        running_statistics.TrackedNorm,
         "_launch",
         lambda self, rows: launch(self, rows) if self.running_mean.data_ptr() in known else None,
     )

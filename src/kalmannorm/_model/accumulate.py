@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from kalmannorm._model.population import norms
+from kalmannorm._model.inference import norms
 from kalmannorm._norms.distributed import Company, Place, ProcessGroupChoice, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._ops.track.averages import Groups, Pending, pooled_values

@@ -1,7 +1,7 @@
 """GroupedNorm: the base of all norms with per-group statistics.
 
-It contains the training forward, alone or joined with other ranks, three inference modes, and freezing. `tracked.py`
-updates the running statistics. Subclasses define how a group is normalized.
+It contains the training forward, alone or joined with other ranks, three inference modes, and freezing.
+`running_statistics.py` updates the running statistics. Subclasses define how a group is normalized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kalmannorm._norms.distributed import (
     take_part,
     take_part_empty,
 )
-from kalmannorm._norms.tracked import TrackedNorm
+from kalmannorm._norms.running_statistics import TrackedNorm
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
 from kalmannorm._ops.normalize import exportable

@@ -9,18 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from kalmannorm.lab.report import axes, palette
-from kalmannorm.lab.report.charts import (
-    Bar,
-    BarGroup,
-    Bars,
-    Cloud,
-    Curves,
-    Heatmap,
-    Lines,
-    Map,
-    Scatter,
-    Series,
-)
+from kalmannorm.lab.report.charts import Bar, BarGroup, Bars, Cloud, Curves, Heatmap, Lines, Map, Scatter, Series
 from kalmannorm.lab.report.plotting import drawing
 
 EPOCHS = [float(epoch) for epoch in range(1, 13)]

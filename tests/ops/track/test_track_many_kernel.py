@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kalmannorm import GhostBatchNorm1d
-from kalmannorm._norms import tracked
+from kalmannorm._norms import running_statistics
 from kalmannorm._ops.track import triton_many
 from kalmannorm._ops.track.triton_many import track_many
 from support.poisoned import DEVICE, poison
@@ -62,7 +62,7 @@ def alone(monkeypatch):
     """Kernels run on poisoned memory; which moves they made one by one."""
     calls = []
     poison(monkeypatch)
-    monkeypatch.setattr(tracked, "tracking_for", lambda rows: triton_many)
+    monkeypatch.setattr(running_statistics, "tracking_for", lambda rows: triton_many)
     single = triton_many.track
     monkeypatch.setattr(triton_many, "track", lambda request: calls.append(request) or single(request))
     return calls

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kalmannorm import GhostBatchNorm1d, accumulate_statistics, recalibrate
-from kalmannorm._norms import tracked
+from kalmannorm._norms import running_statistics
 from kalmannorm._ops.track import triton_one
 from support.poisoned import DEVICE, poison
 from support.tracked_norms import NORMS, assert_alike, forward
@@ -40,7 +40,7 @@ def launches(monkeypatch):
         triton_one.track(request)
 
     poison(monkeypatch)
-    monkeypatch.setattr(tracked, "tracking_for", lambda rows: SimpleNamespace(track=track))
+    monkeypatch.setattr(running_statistics, "tracking_for", lambda rows: SimpleNamespace(track=track))
     return calls
 
 

@@ -19,13 +19,7 @@ from kalmannorm._ops.normalize import triton_backward as gradient
 from kalmannorm._ops.normalize import triton_forward as norm
 from kalmannorm._ops.normalize import triton_on_chip as held
 from kalmannorm._ops.normalize.arguments import Inputs, Results
-from kalmannorm._ops.normalize.tiling import (
-    Launch,
-    Shape,
-    launch_for,
-    observing,
-    shape_of,
-)
+from kalmannorm._ops.normalize.tiling import Launch, Shape, launch_for, observing, shape_of
 from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options, ready
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._model.population import norms
+from kalmannorm._model.inference import norms
 from kalmannorm._model.recalibrate_tallies import change
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from kalmannorm._model.population import norms, set_inference
+from kalmannorm._model.inference import norms, set_inference
 from kalmannorm._model.recalibrate import recalibrate
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
