@@ -5,10 +5,10 @@ from kalmannorm._model.accumulate import accumulate_statistics
 from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import Fusion, fuse
-from kalmannorm._model.inference import check_statistics, freeze_statistics, set_inference
 from kalmannorm._model.norm_classes import register_norm
 from kalmannorm._model.optimization import gains, parameter_groups
 from kalmannorm._model.recalibrate import Recalibration, finish_on_population, recalibrate
+from kalmannorm._model.settings import check_statistics, freeze_statistics, set_inference
 from kalmannorm._model.wiring_report import NormWiring, Wiring
 from kalmannorm._norms.baselines import (
     BatchRenorm1d,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import kalmannorm
-from kalmannorm._model.inference import norms
+from kalmannorm._model.settings import norms
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kalmannorm import fold
-from kalmannorm._model.inference import set_inference
+from kalmannorm._model.settings import set_inference
 from kalmannorm.lab import export as lab_export
 from kalmannorm.lab import models
 from kalmannorm.lab.errors import LabError

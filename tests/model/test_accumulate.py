@@ -26,6 +26,7 @@ from kalmannorm import (
 )
 from support import two_ranks
 from support.population_nets import KINDS, chain, data
+from support.wide import narrow
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SPLITS = [[24], [8, 8, 8], [2, 4, 18], [2] * 12]
@@ -184,7 +185,7 @@ def test_one_inside_another_is_refused():
     net = chain()
     with (
         accumulate_statistics(net.second),
-        pytest.raises(RuntimeError, match="'second' is accumulating already"),
+        pytest.raises(RuntimeError, match="'second' is already accumulating"),
         accumulate_statistics(net),
     ):
         pass
@@ -263,7 +264,7 @@ def test_wrong_process_group():
         accumulated(chain(), [], process_group="all")
 
 
-@pytest.mark.parametrize("name", ["BKN-learned", "BatchRenorm"])
+@pytest.mark.parametrize("name", narrow(["BKN-learned", "BatchRenorm"], ["BatchRenorm"]))
 def test_compiled_without_a_graph_break(name):
     torch._dynamo.reset()
     net = without_dropout(KINDS[name]())

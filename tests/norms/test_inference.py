@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from kalmannorm import BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, GhostBatchNorm2d, Moments, set_inference
 from support.inference_net import Net
+from support.wide import narrow
 
 
 def trained(m=2, **options):
@@ -136,7 +137,7 @@ def test_set_inference_sets_all_or_none():
 
 @pytest.mark.parametrize("mode", ["population", "batch", "example"])
 @pytest.mark.parametrize("attribute", [False, True], ids=["returned", "attribute"])
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels_last", narrow([False, True], [False]), ids=["contiguous", "channels_last"])
 def test_export_holds_no_trace_of_us(mode, channels_last, attribute):
     """Plain ATen operations, and a dynamic batch; in `batch` mode any number of whole groups."""
     net = trained(attribute=attribute)

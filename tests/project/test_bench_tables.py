@@ -16,6 +16,7 @@ from kalmannorm.lab.bench.output import write_csv
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_contenders import Case, entries
 from kalmannorm.lab.machine.origin import origin
+from support.wide import wide
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,7 @@ def test_a_new_record_comes_at_the_end_and_a_torn_place_is_said(folder):
         measured.written("<!-- op-here.csv -->\n")
 
 
+@wide
 def test_a_record_is_taken_again_by_its_own_command(tmp_path, monkeypatch, capfd):
     own = "kalmannorm bench op --no-inductor --shape 2x4x3x3 --layout NCHW --rounds 5 --threads 1"
     records, output = tmp_path / "records", tmp_path / "again"

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import accumulate_statistics, convert, freeze_statistics, recalibrate
-from kalmannorm._model.inference import norms
+from kalmannorm._model.settings import norms
 from kalmannorm._norms import running_statistics
 from kalmannorm._ops.track.averages import groups_of
 from kalmannorm._running import postponed_tracking

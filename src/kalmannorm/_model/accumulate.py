@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from kalmannorm._model.inference import norms
-from kalmannorm._norms.distributed import Company, Place, ProcessGroupChoice, Ranks
+from kalmannorm._model.settings import norms
+from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._ops.track.averages import Groups, Pending, pooled_values
 from kalmannorm.moments import Moments
 
-_PLACE = Place.of("accumulate_statistics")
+_PLACE = LayerName.of("accumulate_statistics")
 
 # Kept between uses, because compiled code and CUDA graphs write to the same memory again.
 _PENDING: WeakKeyDictionary[GroupedNorm, Pending] = WeakKeyDictionary()
@@ -92,7 +92,7 @@ def _update_statistics(
         received = [message.unsqueeze(0) for message in messages]
     else:
         device = messages[0].device
-        together = Company(group, _PLACE).gather(torch.cat([message.to(device) for message in messages]))
+        together = RankGroup(group, _PLACE).gather(torch.cat([message.to(device) for message in messages]))
         received = list(together.split_with_sizes([len(message) for message in messages], 1))
     for norm, rows_R in zip(found, received, strict=True):
         _update_one(norm, rows_R)

@@ -14,8 +14,8 @@ from torch import nn
 from kalmannorm._model.norm_classes import NormClass, plain_class
 from kalmannorm._norms import baselines, kalman
 from kalmannorm._norms.batchnorm_checkpoints import MANY
+from kalmannorm._norms.group_norm import GroupNorm, InstanceNorm
 from kalmannorm._norms.grouped import GroupedNorm
-from kalmannorm._norms.per_example import GroupNorm, InstanceNorm
 from kalmannorm._support.checks import positive_int
 from kalmannorm._wiring.plan import NormPlan
 

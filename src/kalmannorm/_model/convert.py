@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.wiring_report import Wiring, report
-from kalmannorm._norms.distributed import Place
+from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.transition import LearnedTransition
@@ -91,7 +91,7 @@ def convert(
                 if to in GROUPED:
                     norm_plan = plan.norms[name] if plan else None
                     fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
-                    vars(fresh[name])["_place"] = Place.of(f"layer {name!r}")
+                    vars(fresh[name])["_layer_name"] = LayerName.of(f"layer {name!r}")
                 else:
                     fresh[name] = fresh_other(module, kind, to, options)
             except (TypeError, ValueError) as error:

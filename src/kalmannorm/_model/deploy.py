@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from kalmannorm._model.convert import to_batchnorm
-from kalmannorm._model.inference import norms
 from kalmannorm._model.norm_classes import batch_norms, known
+from kalmannorm._model.settings import norms
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._wiring.foldable import foldable

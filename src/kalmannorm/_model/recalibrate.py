@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.hub import tqdm  # type: ignore[attr-defined]  # the real one where it is installed, else torch's own
 
-from kalmannorm._model.inference import freeze_statistics, named, require_norms, set_inference
 from kalmannorm._model.recalibrate_tallies import Tallied, Tally, change, tallies
+from kalmannorm._model.settings import freeze_statistics, named, require_norms, set_inference
 from kalmannorm._support.checks import positive_int
 
 Forward = Callable[[nn.Module, Any], object]

@@ -71,22 +71,22 @@ class Ranks:
         return group if dist.get_world_size(group) > 1 else None
 
 
-class Place(NamedTuple):
+class LayerName(NamedTuple):
     """A layer of the model: its name or a description, and a hash of it below 2^32 that ranks compare."""
 
     name: str
     sign: int
 
     @classmethod
-    def of(cls, name: str) -> Place:
+    def of(cls, name: str) -> LayerName:
         return cls(name, zlib.crc32(name.encode()))
 
 
-class Company(NamedTuple):
+class RankGroup(NamedTuple):
     """The ranks of a process group, at one layer of a model."""
 
     group: dist.ProcessGroup
-    place: Place
+    place: LayerName
 
     def gather(self, own: Tensor) -> Tensor:
         """This tensor from every rank, stacked. It has no gradient."""
@@ -177,7 +177,7 @@ class Joint(NamedTuple):
 
     moments: Moments
     counts: Tensor
-    company: Company
+    rank_group: RankGroup
 
     def values(self) -> Tensor:
         """Values per channel, over all groups and ranks."""
@@ -188,7 +188,7 @@ class Joint(NamedTuple):
 
     def posterior(self, own: Moments) -> Groups:
         """The posteriors of all ranks' groups, (R·G, C). Priors may differ between ranks."""
-        rows = self.company.gather(padded(torch.cat([own.mean, own.var], 1), self.counts.shape[1])).flatten(0, 1)
+        rows = self.rank_group.gather(padded(torch.cat([own.mean, own.var], 1), self.counts.shape[1])).flatten(0, 1)
         return Groups(Moments(*rows.chunk(2, 1)), self._shares(self.counts.flatten(0, 1)))
 
     def _shares(self, counts: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def normalize_jointly(
     *,
     statistics_batch_size: int | None,
     eps: float,
-    company: Company,
+    rank_group: RankGroup,
 ) -> tuple[Tensor, Moments, Joint]:
     """Output and posterior of this rank's groups, and the joint observation. `affine` returns γ, β for an observation.
 
@@ -212,10 +212,10 @@ def normalize_jointly(
     rank's own variance may be infinite, and 0 times infinity is NaN. The effect of a finite variance is smaller than
     the rounding error.
     """
-    groups = count_groups(x, statistics_batch_size, company, prior=prior is not None)
+    groups = count_groups(x, statistics_batch_size, rank_group, prior=prior is not None)
     run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
     seen = observe(x, statistics_batch_size)
-    joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, company)
+    joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, rank_group)
     rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
     observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
     posterior = exportable.posterior_of(prior, observation, gain)
@@ -224,27 +224,27 @@ def normalize_jointly(
     return y, posterior, joint
 
 
-def take_part_empty(x: Tensor, statistics_batch_size: int | None, company: Company) -> None:
+def take_part_empty(x: Tensor, statistics_batch_size: int | None, rank_group: RankGroup) -> None:
     """Take part in the exchange without examples. All ranks then raise."""
     if statistics_batch_size is not None:
-        count_groups(x, statistics_batch_size, company, prior=True)
+        count_groups(x, statistics_batch_size, rank_group, prior=True)
     nothing = x.new_zeros(1, x.shape[1], dtype=torch.float64)
-    _Join.apply(nothing, nothing, nothing[:, :1], 1, company)  # type: ignore[no-untyped-call]
-    here = dist.get_rank(company.group)  # on a GPU the counts were not checked
-    ranks = range(dist.get_world_size(company.group))
-    company.check([company.place.sign for _ in ranks], [int(rank != here) for rank in ranks])
+    _Join.apply(nothing, nothing, nothing[:, :1], 1, rank_group)  # type: ignore[no-untyped-call]
+    here = dist.get_rank(rank_group.group)  # on a GPU the counts were not checked
+    ranks = range(dist.get_world_size(rank_group.group))
+    rank_group.check([rank_group.place.sign for _ in ranks], [int(rank != here) for rank in ranks])
 
 
-def join(x: Tensor, local: Moments, size: int, groups: int, company: Company) -> Joint:
+def join(x: Tensor, local: Moments, size: int, groups: int, rank_group: RankGroup) -> Joint:
     """Joint moments from the moments of this rank's groups of `size` examples of x. `groups`: see `count_groups`."""
     positions = x.numel() // (x.shape[0] * x.shape[1])
     counts = torch.full_like(local.mean[:, :1], positions, dtype=torch.float64)  # exact up to 2^53
     counts = counts * group_sizes(x.shape[0], size, counts)
-    mean, var, all_counts = _Join.apply(local.mean, local.var, counts, groups, company)  # type: ignore[no-untyped-call]
-    return Joint(Moments(mean, var), all_counts, company)
+    mean, var, all_counts = _Join.apply(local.mean, local.var, counts, groups, rank_group)  # type: ignore[no-untyped-call]
+    return Joint(Moments(mean, var), all_counts, rank_group)
 
 
-def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company, *, prior: bool) -> int:
+def count_groups(x: Tensor, statistics_batch_size: int | None, rank_group: RankGroup, *, prior: bool) -> int:
     """Number of joint groups. Without a prior each must hold two values per channel.
 
     All ranks exchange their shapes, so if one rank must raise, all raise. If the whole batch is one group, no exchange
@@ -254,14 +254,14 @@ def count_groups(x: Tensor, statistics_batch_size: int | None, company: Company,
         return 1
     m = statistics_batch_size
     positions = x.numel() // max(x.shape[0] * x.shape[1], 1)
-    called = company.gather(torch.tensor([company.place.sign, x.shape[0], positions], device=x.device)).tolist()
+    called = rank_group.gather(torch.tensor([rank_group.place.sign, x.shape[0], positions], device=x.device)).tolist()
     shapes = [shape for _, *shape in called]
-    company.check([sign for sign, *_ in called], [examples * positions for examples, positions in shapes])
+    rank_group.check([sign for sign, *_ in called], [examples * positions for examples, positions in shapes])
     groups = max(group_count(examples, m) for examples, _ in shapes)
     for g in range(0 if prior else groups):
         if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
             raise ValueError(
-                f"{company.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
+                f"{rank_group.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
                 f"channel over all {len(shapes)} ranks of process_group. Without a prior such a group has no "
                 "variance. Use a prior (prior_features and `previous`), raise statistics_batch_size, or drop the "
                 "last, smaller batch."
@@ -278,15 +278,15 @@ class _Sum(torch.autograd.Function):
     """The sum over ranks, on every rank. Its backward is the same sum."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, company: Company) -> Tensor:
-        ctx.company = company
+    def forward(ctx: Any, own: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
         total = own.clone(memory_format=torch.contiguous_format)
-        company.add_up(total)
+        rank_group.add_up(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.company), None  # type: ignore[no-untyped-call]
+        return _Sum.apply(grad, ctx.rank_group), None  # type: ignore[no-untyped-call]
 
 
 class _Join(torch.autograd.Function):
@@ -294,21 +294,21 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, company: Company
+        ctx: Any, mean: Tensor, var: Tensor, counts: Tensor, groups: int, rank_group: RankGroup
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, channels = mean.shape
         signed = mean.device.type == "cpu"  # on a GPU, reading the signs would wait for the device
-        signs = [torch.full_like(counts, company.place.sign)] if signed else []
-        gathered = company.gather(padded(torch.cat([mean.double(), var.double(), counts, *signs], 1), groups))
+        signs = [torch.full_like(counts, rank_group.place.sign)] if signed else []
+        gathered = rank_group.gather(padded(torch.cat([mean.double(), var.double(), counts, *signs], 1), groups))
         means, variances, all_counts = gathered[..., : 2 * channels + 1].split_with_sizes([channels, channels, 1], 2)
         if signed and not torch.compiler.is_compiling():
-            company.check(gathered[:, 0, -1].long().tolist(), all_counts[:, 0, 0].long().tolist())
+            rank_group.check(gathered[:, 0, -1].long().tolist(), all_counts[:, 0, 0].long().tolist())
         shares = all_counts / all_counts.sum(0)
         joint_mean = (shares * means).sum(0)
         joint_var = (shares * (variances + (means - joint_mean).square())).sum(0).to(var.dtype)
         joint_mean = joint_mean.to(mean.dtype)
-        ctx.company = company
-        ctx.save_for_backward(mean, joint_mean, shares[dist.get_rank(company.group), :rows].to(mean.dtype))
+        ctx.rank_group = rank_group
+        ctx.save_for_backward(mean, joint_mean, shares[dist.get_rank(rank_group.group), :rows].to(mean.dtype))
         ctx.mark_non_differentiable(all_counts)
         return joint_mean, joint_var, all_counts
 
@@ -316,7 +316,7 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         mean, joint_mean, share = ctx.saved_tensors
         rows = mean.shape[0]
-        total = _Sum.apply(torch.stack([grad_mean, grad_var]), ctx.company)  # type: ignore[no-untyped-call]
+        total = _Sum.apply(torch.stack([grad_mean, grad_var]), ctx.rank_group)  # type: ignore[no-untyped-call]
         at_mean, at_var = total[:, :rows]
         # The joint mean inside the variance has no gradient, because Σ n_r (m_r - mean) = 0.
         return share * (at_mean + 2 * at_var * (mean - joint_mean[:rows])), share * at_var, None, None, None

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._norms.distributed import (
-    Company,
-    Place,
+    LayerName,
     ProcessGroupChoice,
+    RankGroup,
     Ranks,
     normalize_jointly,
     take_part,
@@ -61,7 +61,7 @@ class GroupedNorm(TrackedNorm):
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children that are applied to the result, in order. A converted norm class had them after normalizing."""
-    _place: Place = Place("a norm", 0)
+    _layer_name: LayerName = LayerName("a norm", 0)
     """Its name in the converted model, or a description. Errors about several ranks show it."""
 
     def __init__(
@@ -92,7 +92,7 @@ class GroupedNorm(TrackedNorm):
         self.total_variance = total_variance
         self.observation_momentum = observation_momentum
         self.process_group = process_group
-        self._place = Place.of(f"a {type(self).__name__}({num_features})")
+        self._layer_name = LayerName.of(f"a {type(self).__name__}({num_features})")
         self.frozen = False
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
@@ -136,10 +136,10 @@ class GroupedNorm(TrackedNorm):
         """Output and posterior. If the residual has the shape and dtype of x, the op adds it and applies the ReLU."""
         joins = self._ranks.choice is not None
         if isinstance(x, Tensor) and x.dim() in self.input_dims and (x.numel() if joins else x.shape[0]) == 0:
-            company = self._company()
-            if company is not None:
+            rank_group = self._joined_ranks()
+            if rank_group is not None:
                 self._check_input_dim(x)
-                take_part_empty(x, self.statistics_batch_size, company)
+                take_part_empty(x, self.statistics_batch_size, rank_group)
             elif x.shape[0] == 0:
                 y, posterior = self._forward_empty(x)
                 return exportable.finish(y, residual, relu), posterior
@@ -162,10 +162,10 @@ class GroupedNorm(TrackedNorm):
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else exportable.finish)(y, residual, relu), posterior
 
-    def _company(self) -> Company | None:
+    def _joined_ranks(self) -> RankGroup | None:
         """The ranks that wait for this rank's observation. None if it runs alone."""
         group = self._ranks.group() if self.training and not self.frozen else None
-        return None if group is None else Company(group, self._place)
+        return None if group is None else RankGroup(group, self._layer_name)
 
     def _forward_empty(self, x: Tensor) -> tuple[Tensor, Moments]:
         """Forward without examples, as in a head without proposals.
@@ -216,11 +216,11 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
-        company = self._company()
-        if company is None:
+        rank_group = self._joined_ranks()
+        if rank_group is None:
             y, posterior = self._train_alone(x, prior, gain, residual, relu)
         else:
-            y, posterior = self._train_jointly(x, prior, gain, company)
+            y, posterior = self._train_jointly(x, prior, gain, rank_group)
             y = exportable.finish(y, residual, relu)
         return take_part(y, self._idle(prior)), posterior
 
@@ -235,11 +235,11 @@ class GroupedNorm(TrackedNorm):
         return y, posterior
 
     def _train_jointly(
-        self, x: Tensor, prior: Moments | None, gain: Tensor | None, company: Company
+        self, x: Tensor, prior: Moments | None, gain: Tensor | None, rank_group: RankGroup
     ) -> tuple[Tensor, Moments]:
         size = self.statistics_batch_size
         y, posterior, joint = normalize_jointly(
-            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, company=company
+            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, rank_group=rank_group
         )
         if self.track_running_stats and not recomputing():
             with torch.no_grad():

@@ -63,16 +63,16 @@ class Relay:
     def enter(self, whole: bool, part: nn.Module) -> None:
         """Begin a forward of the whole model, or of a part that was called by itself."""
         state = self.state
-        running = segments()
+        active = segments()
         if whole:
             self._clear(state)
         if whole or not state.whole:
             state.depth = 0  # parts do not nest: an open one was interrupted
-        if not whole and state.depth == 0 and running:
+        if not whole and state.depth == 0 and active:
             return  # a part, checkpointed or recomputed by itself: the scope of the segment is used
         if state.depth == 0:
             state.memo, state.whole, state.part = {}, whole, part
-            state.home = running[0].key if running else None
+            state.home = active[0].key if active else None
         state.depth += 1
 
     def leave(self, whole: bool) -> None:
@@ -109,18 +109,18 @@ class Relay:
 
     def _segments(self) -> list[Segment]:
         """The segments inside the forward of the model, innermost first."""
-        running, state = segments(), self.state
+        active, state = segments(), self.state
         if state.depth > 0 and state.home is not None:
-            for i, segment in enumerate(running):
+            for i, segment in enumerate(active):
                 if segment.key is state.home:
-                    return running[:i]
-        return running
+                    return active[:i]
+        return active
 
-    def _scopes(self, running: list[Segment]) -> list[Scope]:
+    def _scopes(self, active: list[Segment]) -> list[Scope]:
         """The scope of every segment, in the same order."""
         found: list[Scope] = []
         inner = self.state.inner
-        for segment in reversed(running):
+        for segment in reversed(active):
             if segment.recomputed:
                 kept = kept_by(segment, self)
                 if kept.recomputation is None or kept.recomputation[0] != recompute_id():
@@ -140,20 +140,20 @@ class Relay:
         """The index of this call, for norms that run several times in one forward."""
         if calls == 1:
             return 0
-        running = self._segments()
-        count = self._count(first, running, self._scopes(running))
-        return min(count, calls - 1) if self.state.depth > 0 or running else count % calls
+        active = self._segments()
+        count = self._count(first, active, self._scopes(active))
+        return min(count, calls - 1) if self.state.depth > 0 or active else count % calls
 
-    def _count(self, first: int, running: list[Segment], scopes: list[Scope]) -> int:
+    def _count(self, first: int, active: list[Segment], scopes: list[Scope]) -> int:
         counts = scopes[0].counts if scopes else self.state.counts
         count = counts.get(first, 0)
         counts[first] = count + 1
-        if not running:
+        if not active:
             return count
-        kept = kept_by(running[0], self)
-        if running[0].recomputed:
+        kept = kept_by(active[0], self)
+        if active[0].recomputed:
             return kept.counts.get(first, 0) + count
-        total = self._count(first, running[1:], scopes[1:])
+        total = self._count(first, active[1:], scopes[1:])
         if count == 0:
             kept.counts[first] = total
         return total
@@ -161,8 +161,8 @@ class Relay:
     def deliver(self, call: int, posterior: Moments) -> None:
         if call not in self.readers:
             return
-        running, state = self._segments(), self.state
-        for segment, scope in zip(running, self._scopes(running), strict=True):
+        active, state = self._segments(), self.state
+        for segment, scope in zip(active, self._scopes(active), strict=True):
             scope.posteriors[call] = posterior
             if segment.recomputed:
                 return
@@ -177,11 +177,11 @@ class Relay:
 
     def evaluate(self, call: int, target: int, sources: tuple[int, ...], x: Tensor) -> Moments | None:
         """The moments that reach a norm. None if a posterior that it needs did not arrive."""
-        running, state = self._segments(), self.state
-        scopes = self._scopes(running)
+        active, state = self._segments(), self.state
+        scopes = self._scopes(active)
         arrived: dict[int, Moments] = {}
         for source in sources:
-            posterior = self._arrived(source, running, scopes)
+            posterior = self._find_posterior(source, active, scopes)
             if posterior is None:
                 return None
             arrived[source] = posterior
@@ -219,29 +219,29 @@ class Relay:
             memo[index] = Results() if together else {}
         return memo[index]
 
-    def _arrived(self, source: int, running: list[Segment], scopes: list[Scope]) -> Moments | None:
+    def _find_posterior(self, source: int, active: list[Segment], scopes: list[Scope]) -> Moments | None:
         posteriors = scopes[0].posteriors if scopes else self.state.posteriors
         for candidate in (source, *self.earlier.get(source, ())):
             if candidate in posteriors:
                 return posteriors[candidate]
-        if not running:
+        if not active:
             return None
-        kept = kept_by(running[0], self)
-        if running[0].recomputed:
+        kept = kept_by(active[0], self)
+        if active[0].recomputed:
             return kept.entering.get(source)
-        posterior = self._arrived(source, running[1:], scopes[1:])
+        posterior = self._find_posterior(source, active[1:], scopes[1:])
         if posterior is not None:
-            if running[0].reentrant():
+            if active[0].reentrant():
                 posterior = Moments(*(None if part is None else part.detach() for part in posterior))  # type: ignore[arg-type]
                 self._warn_detached()
             kept.entering[source] = posterior
         return posterior
 
-    def begin_trace(self) -> None:
+    def begin_compiled(self) -> None:
         """The first norm runs under `torch.compile`. From here on, results are shared within the graph."""
         self.state.traced = {}
 
-    def end_trace(self) -> None:
+    def end_compiled(self) -> None:
         """The last norm has run under `torch.compile`.
 
         The model's own hooks run outside the compiled graph. If they had to clear tensors, these tensors would have to
@@ -289,7 +289,7 @@ class Wire(Complete):
         """Called once per forward of the norm. Returns the index of this call."""
         which = self.relay.call_index(self.calls[0], len(self.calls))
         if self.first[which] and torch.compiler.is_compiling():
-            self.relay.begin_trace()
+            self.relay.begin_compiled()
         return which
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
@@ -305,7 +305,7 @@ class Wire(Complete):
     def deliver(self, which: int, posterior: Moments) -> None:
         self.relay.deliver(self.calls[which], posterior)
         if self.last[which] and torch.compiler.is_compiling():
-            self.relay.end_trace()
+            self.relay.end_compiled()
 
 
 def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 import kalmannorm
 from kalmannorm._model.convert import to_batchnorm
 from kalmannorm._model.deploy import fold, freeze_priors
-from kalmannorm._model.inference import norms, set_inference
+from kalmannorm._model.settings import norms, set_inference
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm.lab.errors import LabError, first_line
 from kalmannorm.lab.files.records import Record, writable

@@ -66,7 +66,7 @@ def test_the_net_without_norms_has_none_and_steps():
     assert one.step().isfinite()
 
 
-@pytest.mark.filterwarnings("ignore:kalmannorm. a batch with NaN")
+@pytest.mark.filterwarnings("ignore:kalmannorm. a batch had NaN")
 def test_a_loss_that_is_no_number_is_not_timed():
     one = contender("bkn")
     nn.init.constant_(next(one.model.parameters()), torch.nan)

@@ -22,6 +22,7 @@ from kalmannorm.lab.files.records import Log, Run, read_json, write_json
 from kalmannorm.lab.recipes.recipe import Execution
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run as command
+from support.wide import narrow
 
 EXECUTION = Execution(device="cpu", tensorboard=False)
 
@@ -245,7 +246,10 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+QUICK = ("single-256-1", "moderate", "variance-gap")
+
+
+@pytest.mark.parametrize("name", narrow(EXPERIMENTS, [name for name in QUICK if name in EXPERIMENTS]))
 def test_experiment(name, tmp_path):
     """End to end on digits: the record says on what terms it ran, and holds what the paper's table or figure needs."""
     done = reproduced(name, few_steps(name), tmp_path / name, in_process)

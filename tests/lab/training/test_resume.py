@@ -77,6 +77,7 @@ def test_a_second_signal_stops_at_once_and_keeps_what_was_saved(tmp_path):
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
+@wide  # a minute; `test_meeting.py` guards how ranks of a new start find each other
 def test_two_ranks_start_and_restart_by_one_command(tmp_path):
     """A rank is killed, and torchrun starts both again; then the job is told to end, and the command given again."""
     whole, folder = tmp_path / "whole", tmp_path / "run"

@@ -9,7 +9,7 @@ import torch
 
 from kalmannorm_command.app import run
 from support.lab_runs import ENVIRONMENT, kalmannorm, launcher, losses, weights
-from support.wide import narrow
+from support.wide import narrow, wide
 
 SETTING = [
     "--setting",
@@ -44,7 +44,9 @@ def in_one_pass(case, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ["--micro-batch", "32"]), (2, []), (2, ["--micro-batch", "48"])])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ["--micro-batch", "32"]), pytest.param(2, [], marks=wide), (2, ["--micro-batch", "48"])]
+)
 def test_same_loss_curve(in_one_pass, case, tmp_path, ranks, options):
     folder = tmp_path / "run"
     method, precision = case

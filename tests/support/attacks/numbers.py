@@ -42,7 +42,7 @@ def attack(seed: int, index: int, found: Counter[str]) -> None:
     """Call number `index` of the seed: the op or a layer."""
     dice = random.Random(f"{seed} {index}")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), pooling(dice.random() < 0.1) as wide:
-        warnings.filterwarnings("ignore", "kalmannorm: a batch with NaN", RuntimeWarning)
+        warnings.filterwarnings("ignore", "kalmannorm: a batch had NaN", RuntimeWarning)
         torch.manual_seed(dice.getrandbits(32))
         case = draw(dice, wide)
         kind = dice.choice(["op", "op", "plain", *LAYERS])

@@ -23,7 +23,7 @@ from torch import nn
 from kalmannorm._model.fusion.agreement import differing
 from kalmannorm._model.fusion.symbolic import NotTraceableError, arguments_of
 from kalmannorm._model.fusion.units import Units, find_units
-from kalmannorm._model.inference import norms, require_norms
+from kalmannorm._model.settings import norms, require_norms
 from kalmannorm._support.fused_modules import REPORT, Argument, fuse_module, unfuse
 from kalmannorm._wiring.recording.trace import arguments
 from kalmannorm._wiring.recording.untouched import untouched

@@ -78,8 +78,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # The backward of a ReLU needs its mask. With a residual, the mask comes from y. Without one, it comes from x and β,
     # because kernels on a GPU read x anyway. On a CPU this would need another pass, so y is used there too.
     adds = inputs.residual is not None
-    ctx.by_output = ctx.relu and not adds and inputs.x.device.type == "cpu"
-    keeps_y = ctx.relu and (adds or ctx.by_output)
+    ctx.mask_first = ctx.relu and not adds and inputs.x.device.type == "cpu"
+    keeps_y = ctx.relu and (adds or ctx.mask_first)
     bias = inputs.bias if ctx.relu and not keeps_y else None
     ctx.save_for_backward(*inputs[:5], bias, results.y if keeps_y else None, *results[1:])
     ctx.bias = (0, None, None) if inputs.bias is None else (_rows(inputs.bias), inputs.bias.shape, inputs.bias.dtype)
@@ -94,8 +94,8 @@ def _rows(parameter: Tensor) -> int:
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, prior_mean, prior_var, gain, weight, bias, y, *moments = ctx.saved_tensors
     rows, shape, dtype = ctx.bias
-    relu = ctx.relu and not ctx.by_output
-    if ctx.by_output:
+    relu = ctx.relu and not ctx.mask_first
+    if ctx.mask_first:
         grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
         y = None
     given = BackwardInputs(

@@ -64,7 +64,7 @@ class Beliefs:
         self.trace, self.program = trace, program
         self.statics = Statics(trace, program)
         self.beliefs: dict[int, Belief] = {}
-        self.averages: dict[int, int] = {}  # values that sum to 1 along an axis, such as outputs of softmax
+        self.sums_to_one: dict[int, int] = {}  # values that sum to 1 along an axis, such as outputs of softmax
         self.terms: dict[int, dict[int, Coefficient]] = {}  # values that are weighted sums of other values
         self.identities, self.norm_steps = identities, norm_steps
         for op in trace.ops:
@@ -117,7 +117,7 @@ class Beliefs:
             ({"pad"}, self._pad),
             ({"unfold"}, self._unfold),
             ({"softmax"}, self._softmax),
-            ({"normalize"}, self._normalize),
+            ({"normalize"}, self._unit_length),
             ({"einsum"}, self._einsum),
             ({"matmul", "bmm"}, self._matmul),
             ({"scaled_dot_product_attention"}, self._attention),
@@ -137,8 +137,8 @@ class Beliefs:
 
     def _same(self, op: Op) -> Belief:
         argument = op.args[0] if op.args else op.kwargs.get("input")
-        if isinstance(argument, Ref) and argument.index in self.averages:
-            self.averages[op.outputs[0]] = self.averages[argument.index]
+        if isinstance(argument, Ref) and argument.index in self.sums_to_one:
+            self.sums_to_one[op.outputs[0]] = self.sums_to_one[argument.index]
         if isinstance(argument, Ref):
             self.terms[op.outputs[0]] = self._terms(argument.index)
         return self._known(argument)
@@ -222,7 +222,7 @@ class Beliefs:
         if not isinstance(a, Ref):
             return self._apply(algebra.shift, self._apply(algebra.scale, self._known(b), factor=sign * alpha), offset=a)
         first, second = self._known(a), self._known(b)
-        together = self._added(op.outputs[0], a.index, b.index, sign * alpha)
+        together = self._record_sum(op.outputs[0], a.index, b.index, sign * alpha)
         if together is not None:
             return together
         if alpha != 1:
@@ -234,15 +234,15 @@ class Beliefs:
         a, b = given["input"], given["other"]
         for one, other in ((a, b), (b, a)):
             if self._random(other):
-                self._weighted(op.outputs[0], one.index, 1.0)
+                self._record_multiple(op.outputs[0], one.index, 1.0)
                 return self._known(one)  # stochastic depth: unchanged in expectation
             if not isinstance(other, Ref):
-                self._weighted(op.outputs[0], one.index, other)
+                self._record_multiple(op.outputs[0], one.index, other)
                 return self._apply(algebra.scale, self._known(one), factor=other)
         first, second = self._known(a), self._known(b)
         for one, other, factor in ((a, b, second), (b, a, first)):
             if not self.trace.values[other.index].fed and self._shape(one) == self.trace.values[op.outputs[0]].shape:
-                self._weighted(op.outputs[0], one.index, factor)
+                self._record_multiple(op.outputs[0], one.index, factor)
         if self._shape(a) == self._shape(b):
             for x, gate in ((first, second), (second, first)):
                 name = gated(self.program, x.step, gate.step)
@@ -319,7 +319,7 @@ class Beliefs:
         divisor = Labelled(self.program.add(Static((inverse,))), size, torch.arange(size).reshape(shape))
         return self._both(algebra.product, self._known(a), divisor)
 
-    def _normalize(self, op: Op) -> Belief:
+    def _unit_length(self, op: Op) -> Belief:
         """x / |x|. The length of many values hardly varies, so it is taken as a constant."""
         given = arguments.named(op, arguments.NORMALIZE)
         state, shape = self._known(given["input"]), self._shape(given["input"])
@@ -332,16 +332,16 @@ class Beliefs:
         given = arguments.named(op, arguments.SOFTMAX)
         shape = self._shape(given["input"])
         axis = given["dim"] % len(shape)
-        self.averages[op.outputs[0]] = axis
+        self.sums_to_one[op.outputs[0]] = axis
         state = self._known(given["input"])
         return replace(state, step=self.program.add(Softmax((state.step,), shape[axis])))
 
     def _follow_average(self, op: Op, argument: Ref) -> None:
         """Follow the axis of a softmax if two axes are swapped. Other rearrangements lose it."""
-        axis, rank = self.averages.get(argument.index), len(self._shape(argument))
+        axis, rank = self.sums_to_one.get(argument.index), len(self._shape(argument))
         if axis is not None and op.name in ("transpose", "swapaxes", "swapdims") and len(op.args) == 3:
             one, other = (int(a) % rank for a in op.args[1:])
-            self.averages[op.outputs[0]] = {one: other, other: one}.get(axis, axis)
+            self.sums_to_one[op.outputs[0]] = {one: other, other: one}.get(axis, axis)
 
     def _matmul(self, op: Op) -> Belief:
         a: Ref = op.args[0]
@@ -374,7 +374,7 @@ class Beliefs:
         shape = tuple(sizes[name] for name in out + summed)
         axes = list(range(len(out), len(shape)))
         for weights, own, other, letters in ((a, of_a, b, of_b), (b, of_b, a, of_a)):
-            axis = self.averages.get(weights.index)
+            axis = self.sums_to_one.get(weights.index)
             if axis is not None and summed == own[axis]:
                 return self._without(
                     self._summed(self._spread(other, letters, out + summed), axes, shape, mean=True), axes
@@ -496,11 +496,11 @@ class Beliefs:
             return self._apply(algebra.shift, state, offset=offset)
         return a + b
 
-    def _weighted(self, out: int, of: int, factor: Coefficient) -> None:
+    def _record_multiple(self, out: int, of: int, factor: Coefficient) -> None:
         """Remember that a value is a factor times another value."""
         self.terms[out] = {base: self._times(own, factor) for base, own in self._terms(of).items()}
 
-    def _added(self, out: int, a: int, b: int, factor: float) -> Labelled | None:
+    def _record_sum(self, out: int, a: int, b: int, factor: float) -> Labelled | None:
         """Remember that a value is a + factor b.
 
         If the two have a term in common, as in x + α (f - x), return the belief with its coefficients added. Else None.

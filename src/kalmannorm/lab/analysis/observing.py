@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._model.inference import norms
 from kalmannorm._model.recalibrate_tallies import change
+from kalmannorm._model.settings import norms
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm.lab.errors import LabError

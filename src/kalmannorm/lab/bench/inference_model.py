@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import fuse
-from kalmannorm._model.inference import set_inference
+from kalmannorm._model.settings import set_inference
 from kalmannorm.lab.bench.step_checks import TOLERANCE, full_float32
 from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Entry
 from kalmannorm.lab.bench.timing import Call, Timed, count_kernels, timed

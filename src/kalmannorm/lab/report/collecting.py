@@ -90,7 +90,7 @@ def collect(folders: Sequence[Path]) -> Collected:
         if not folder.is_dir():
             raise LabError(f"there is no folder {folder}")
         for path in sorted([*folder.rglob("recipe.json"), *folder.rglob("experiment.json")]):
-            name, home, place = path.resolve(), path.parent.resolve(), _place(path.parent, folder)
+            name, home, place = path.resolve(), path.parent.resolve(), _layer_name(path.parent, folder)
             if name in damaged or home in (runs if path.name == "recipe.json" else experiments):
                 continue
             wrong: list[str] = []
@@ -110,7 +110,7 @@ def collect(folders: Sequence[Path]) -> Collected:
     return Collected(list(runs.values()), list(experiments.values()), list(damaged.values()))
 
 
-def _place(path: Path, given: Path) -> str:
+def _layer_name(path: Path, given: Path) -> str:
     """The name of the given folder, followed by the path inside it."""
     return plain_text(str(Path(given.resolve().name) / path.relative_to(given)))
 

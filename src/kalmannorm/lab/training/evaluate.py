@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from kalmannorm._model.inference import norms, set_inference
 from kalmannorm._model.recalibrate import recalibrate
+from kalmannorm._model.settings import norms, set_inference
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipes.methods import method

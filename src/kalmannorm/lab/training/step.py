@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kalmannorm._model.accumulate import accumulate_statistics
-from kalmannorm._model.inference import norms
+from kalmannorm._model.settings import norms
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.fabric import Fabric
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from kalmannorm._model.convert import wiring
 from kalmannorm._model.fusion import Fusion
-from kalmannorm._model.inference import freeze_statistics
 from kalmannorm._model.optimization import gains
 from kalmannorm._model.recalibrate import finish_on_population
+from kalmannorm._model.settings import freeze_statistics
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.files import checkpoint, manifest
 from kalmannorm.lab.files.lock import locked
