@@ -33,9 +33,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_finish() -> None:
-    """`convert` looks at every object of the process. Half a million are there before the first test: they are put
-    out of its sight, and it takes a fifth of the time. Objects that tests make are seen as ever."""
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """`convert` looks at every object of the process. Half a million are there before the first test, and compilers
+    leave more: they are put out of its sight, and it takes a fifth of the time. Objects of a test are seen as ever."""
     gc.collect()
     gc.freeze()
 

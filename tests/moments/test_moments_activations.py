@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kalmannorm import moments
 from kalmannorm.moments import ACTIVATIONS, Moments, belief
+from support.wide import wide
 
 torch.set_num_threads(1)
 
@@ -260,6 +261,7 @@ def test_rows_are_independent_and_a_covariance_is_dropped(case):
         assert case(Moments(*m[:2], torch.diag_embed(m.var))).cov is None
 
 
+@wide
 def test_compiles_in_one_graph():
     def every_case(mean: Tensor, var: Tensor) -> list[Moments]:
         return [case(Moments(mean, var)) for case in CASES]

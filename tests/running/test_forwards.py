@@ -21,7 +21,7 @@ from kalmannorm._running.relay import Begin
 from support import two_ranks
 from support.converted_net import NON_LEAF, TRANSITIONS, Net, assert_same, image, net, state, step
 from support.listening import given
-from support.wide import narrow
+from support.wide import narrow, wide
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)
@@ -360,6 +360,7 @@ def frozen_net(transition):
     return model
 
 
+@wide
 def test_ddp_several_forwards_before_backward(tmp_path):
     """pytorch#175024, #22095: no unused parameter, no buffer written between forward and backward; as one process."""
     scenarios = {}

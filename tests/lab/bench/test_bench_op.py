@@ -20,6 +20,7 @@ from kalmannorm.lab.bench.turns import Seconds
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.report import palette
 from kalmannorm_command.app import run
+from support.wide import wide
 
 CPU = torch.device("cpu")
 SHAPE = (6, 8, 3, 5)
@@ -57,6 +58,7 @@ def test_all_contenders_are_right(dtype, level, relu, layout):
     assert all(0 < row["error"] < (1e-5 if dtype == "float32" else 2e-2) for row in rows)
 
 
+@wide
 @pytest.mark.inductor
 def test_a_compiled_batch_norm_takes_part():
     assert op.inductor_missing(CPU) is None

@@ -74,6 +74,7 @@ launched(Recipe(), Execution(device="cpu")).all_reduce(torch.ones(3))
 """
 
 
+@wide
 def test_ranks_part_before_python_ends(tmp_path):
     """Else a thread of gloo's may abort a rank that has finished."""
     (tmp_path / "ends.py").write_text(ENDS)
