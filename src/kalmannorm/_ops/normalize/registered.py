@@ -45,7 +45,10 @@ def _(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*flat: Any) -> list[Tensor]:
-    given = BackwardInputs.of(*flat)
+    return _run_backward(BackwardInputs.of(*flat))
+
+
+def _run_backward(given: BackwardInputs) -> list[Tensor]:
     x, grad_y = given.inputs.x, given.grads.y
     if grad_y is not None:
         grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
@@ -105,8 +108,8 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
         rows,
     )
     # Without a double backward and without a tracer, skip the dispatcher to save time.
-    run: Any = batch_kalman_norm_backward if torch.is_grad_enabled() or watched(x) else _backward
-    remaining = iter(run(*given.flat()))
+    registered = torch.is_grad_enabled() or watched(x)
+    remaining = iter(batch_kalman_norm_backward(*given.flat()) if registered else _run_backward(given))
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
