@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
 	@echo "make test     install, lint, type-check, test (10 minutes on two cores)"
-	@echo "make test-all  the same with the wide sweeps (half an hour)"
+	@echo "make test-all  the same with the wide sweeps (15 minutes)"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
