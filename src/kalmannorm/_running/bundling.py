@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmannorm._ops.propagate.bundle import Belief, Bundle, Elementwise, Gain, Given, Layer, Stage
+from kalmannorm._ops.propagate.bundle import Belief, Bundle, Elementwise, Given, Layer, Norm, Stage
 from kalmannorm._running.bundle_work import Work, work_of
 from kalmannorm._wiring.program import Constant, Program, Select, Slice, Step
 from kalmannorm._wiring.weak_modules import WeakModule
@@ -51,9 +51,8 @@ class Part:
 
     bundle: Bundle
     sources: list[Source]
-    steps: list[int]  # the steps whose results the bundle returns
-    calls: list[Call]  # the calls whose gains the bundle returns
-    affine: dict[int, tuple[int | None, int | None]]  # by call: indices of its γ and β in `bundle.passed`
+    calls: list[Call]  # the calls whose rows the bundle returns
+    steps: list[int]  # the steps whose results the bundle returns for later bundles
     given: list[int]  # steps that must be evaluated before the bundle
     watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
 
@@ -68,9 +67,7 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
     owner: dict[int, int] = {}  # the first chunk that needs each computing step
     wanted: list[dict[int, None]] = [{} for _ in chunks]
     for number, chunk in enumerate(chunks):
-        pending = [call.target for call in chunk if call.target in works]
-        for target in pending:
-            wanted[owner.get(target, number)][target] = None
+        pending = [call.target for call in chunk]
         seen: set[int] = set()
         while pending:
             step = pending.pop()
@@ -88,8 +85,9 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
     for number, chunk in enumerate(chunks):
         here = {i: work for i, work in works.items() if owner.get(i, number) == number}
         builder = _Builder(program, here, measure, sizes)
-        if wanted[number]:
-            parts.append(builder.part(list(wanted[number]), chunk))
+        gained = [call for call in chunk if getattr(call.norm.module(), "gain_logit", None) is not None]
+        if gained or wanted[number]:
+            parts.append(builder.part(gained, list(wanted[number])))
     return parts
 
 
@@ -142,48 +140,53 @@ class _Builder:
         self.sources: list[Source] = []
         self.masks: list[int] = []
 
-    def part(self, steps: list[int], calls: Sequence[Call]) -> Part:
-        order = self._order(steps)
+    def part(self, calls: list[Call], steps: list[int]) -> Part:
+        targets = [*(call.target for call in calls), *steps]
+        order = self._order(targets)
         for step in order:
             self.found[step] = self._entries(step)
             self.sizes[step] = self.found[step].numel()
-        needs = self._needs(steps)
+        needs = self._needs(targets)
         nodes = sorted(range(len(self.nodes)), key=lambda i: self.nodes[i].rank())
         place, moved = torch.empty(self.entries, dtype=torch.long), 0
         for node in (self.nodes[i] for i in nodes):
             place[node.start : node.start + node.size] = torch.arange(moved, moved + node.size)
             moved += node.size
-        results = [place[self.found[step]] for step in steps]
-        bundle = Bundle([], [], [], [], [], results, self.entries, self.masks)
+        results = [place[self.found[step]] for step in targets]
+        bundle = Bundle([], [], [], [], results, self.entries, self.masks)
         self._add_leaves(bundle, nodes, needs)
-        calls = [call for call in calls if getattr(call.norm.module(), "gain_logit", None) is not None]
-        for bit, call in enumerate(calls, len(steps)):
-            norm = call.norm.module()
-            assert norm is not None
-            logit, channels = norm.gain_logit, norm.num_features
-            assert isinstance(logit, Tensor) and isinstance(channels, int)
-            place_of = self._tensor(Source(tuple(logit.shape), call.norm, "gain_logit"), 1 << bit)
-            bundle.gains.append(Gain(place_of, logit.numel(), channels))
-        affine = self._pass(bundle, calls, len(steps) + len(calls))
+        self._add_norms(bundle, calls)
         self._add_work(bundle, nodes, needs, place)
         watched = [(i, self.program.steps[i]) for i in order]
-        return Part(bundle, self.sources, steps, list(calls), affine, self.given, watched)
+        return Part(bundle, self.sources, calls, steps, self.given, watched)
 
-    def _pass(self, bundle: Bundle, calls: Sequence[Call], bit: int) -> dict[int, tuple[int | None, int | None]]:
-        """γ and β of norms that run in this part and whose beliefs are used in it.
-
-        The bundle passes them on, so that both of their gradients are added in its backward.
-        """
-        numbers: dict[tuple[int, str], int] = {}
-        norms = {id(call.norm.module()) for call in calls}
-        for place, source in enumerate(self.sources):
-            owner = None if source.owner is None else source.owner.module()
-            if owner is not None and id(owner) in norms and source.name in ("weight", "bias"):
-                numbers[id(owner), source.name] = len(bundle.passed)
-                self.masks[place] |= 1 << (bit + len(bundle.passed))
-                bundle.passed.append(place)
-        known = {call.identity: id(call.norm.module()) for call in calls}
-        return {call: (numbers.get((norm, "weight")), numbers.get((norm, "bias"))) for call, norm in known.items()}
+    def _add_norms(self, bundle: Bundle, calls: Sequence[Call]) -> None:
+        """γ and β of a norm may also be a belief of the bundle. Then both of their gradients are added in one place."""
+        known = {
+            (id(source.owner.module()), source.name): place
+            for place, source in enumerate(self.sources)
+            if source.owner is not None
+        }
+        for bit, call in enumerate(calls):
+            norm = call.norm.module()
+            assert norm is not None
+            channels = norm.num_features
+            assert isinstance(channels, int)
+            places: list[int | None] = []
+            for name in ("weight", "bias", "gain_logit"):
+                tensor = getattr(norm, name)
+                if tensor is None:
+                    places.append(None)
+                    continue
+                assert isinstance(tensor, Tensor)
+                found = known.pop((id(norm), name), None)  # a second call of the norm reads the tensor by itself
+                if found is None:
+                    found = self._tensor(Source(tuple(tensor.shape), call.norm, name), 0)
+                self.masks[found] |= 1 << bit
+                places.append(found)
+            weight, bias, logit = places
+            assert logit is not None
+            bundle.norms.append(Norm(weight, bias, logit, norm.gain_logit.numel(), channels))
 
     def _order(self, steps: list[int]) -> list[int]:
         seen: set[int] = set()

@@ -13,7 +13,7 @@ more than computing the bundle again, so nothing is kept there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,52 +24,37 @@ from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Values
-from kalmannorm._ops.propagate.bundle import Bundle
+from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._running.bundling import Call, Part, parts_of
-from kalmannorm._running.spreading import Spread
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
 from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
-Affine = tuple[Tensor | None, Tensor | None]
-"""γ and β."""
-
 
 class Prior(Moments):
-    """A prior with its gain and, if they are not the norm's own tensors, with γ and β."""
+    """A prior with its gain, and with γ and β of its norm. All have one row for each group."""
 
     gain: Tensor
-    affine: Affine
+    affine: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, moments: Moments, gain: Tensor, affine: Affine = (None, None)) -> Prior:
-        prior = cls(*moments)
-        prior.gain, prior.affine = gain, affine
+    def of(cls, rows: Tensor) -> Prior:
+        """From the rows of a norm, (5, G, C)."""
+        weight, bias, mean, var, gain = rows.unbind(0)
+        prior = cls(mean, var)
+        prior.gain, prior.affine = gain, (weight, bias)
         return prior
 
 
-class ForCall(NamedTuple):
-    """The results of a bundle for one call. The moments are None if the bundle does not compute them."""
-
-    moments: Moments | None
-    gain: Tensor
-    affine: Affine
-
-
 class Results(dict[int, Any]):
-    """Results of steps, by number. Also the results for each call, and which bundles were tried in this forward."""
+    """Results of steps, by number. Also the rows for each call, and which bundles were tried in this forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: dict[int, ForCall] = {}
+        self.rows: dict[int, Tensor] = {}
         self.checked = False
         self.tried: set[int] = set()
-
-    def prior(self, call: int, moments: Moments) -> Moments:
-        """The prior for this call of a norm."""
-        given = self.given.get(call)
-        return moments if given is None else Prior.of(given.moments or moments, given.gain, given.affine)
 
 
 class _Cached(NamedTuple):
@@ -157,59 +142,62 @@ class PriorBundles:
         if tensors is None:
             return
         run = _runner(part.bundle, context, tensors)
-        outputs = self._outputs(number, run, tensors, context)
-        count = len(part.steps)
-        for step, mean, var in zip(part.steps, outputs[:count], outputs[count : 2 * count], strict=True):
+        groups = [_groups(call.norm.module(), context.examples) for call in part.calls]
+        outputs = self._outputs(number, run, tensors, groups, context)
+        calls, steps = len(part.calls), len(part.steps)
+        for call, rows in zip(part.calls, outputs[:calls], strict=True):
+            results.rows[call.identity] = rows
+        for step, mean, var in zip(part.steps, outputs[calls : calls + steps], outputs[calls + steps :], strict=True):
             results[step] = Moments(mean, var)
-        gains, passed = outputs[2 * count : 2 * count + len(part.calls)], outputs[2 * count + len(part.calls) :]
-        for call, gain in zip(part.calls, gains, strict=True):
-            places = part.affine[call.identity] if passed else (None, None)
-            weight, bias = (None if place is None else passed[place] for place in places)
-            moments = results.get(call.target)
-            results.given[call.identity] = ForCall(moments, gain, (weight, bias))
-        if run.PASSES and torch.is_grad_enabled():
-            _spread(part, context, results)
 
-    def _outputs(self, number: int, run: ModuleType, tensors: list[Tensor], context: Context) -> Sequence[Tensor]:
+    def _outputs(
+        self, number: int, run: ModuleType, tensors: list[Tensor], groups: list[int], context: Context
+    ) -> Sequence[Tensor]:
+        """The rows of the norms (5, G, C), then the means and the variances of the other results."""
         bundle = self.parts[number].bundle
         with full_precision(context.device), on_device_of(tensors[0]):
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                made: tuple[Tensor, ...] = _Bundled.apply(bundle, run, context.dtype, *tensors)  # type: ignore[no-untyped-call]
+                made: tuple[Tensor, ...] = _Bundled.apply(bundle, run, context.dtype, groups, *tensors)  # type: ignore[no-untyped-call]
                 return made
             keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
             known = self.cached.get(number) if keep else None
             if known is not None and _same(known, tensors):
-                return known.outputs
-            with torch.inference_mode(False), torch.no_grad():
-                values = run.forward(bundle, tensors, context.dtype, context.device, False)
-                outputs = _listed(run.results(bundle, values), values.gains)
+                outputs = known.outputs
+            else:
+                with torch.inference_mode(False), torch.no_grad():
+                    values = run.forward(bundle, tensors, context.dtype, context.device, False)
+                    outputs = _listed(run, bundle, tensors, values)
                 if keep:
                     versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
                     self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
-        return outputs
+            return [*_spread(bundle, outputs[0], groups), *outputs[1:]]
 
 
-def _spread(part: Part, context: Context, results: Results) -> None:
-    """Expand the results of each call to as many rows as its norm will have groups."""
-    calls, groups = list[int](), list[int]()
-    rows = list[Tensor | None]()
-    for call in part.calls:
-        size, given = _groups(call.norm.module(), context.examples), results.given[call.identity]
-        moments, gain, affine = given
-        alike = all(row is None or row.dtype == gain.dtype for row in affine)
-        if size > 1 and alike and moments is not None and gain.numel() == moments.mean.numel():
-            calls.append(call.identity)
-            groups += [size] * (3 + sum(row is not None for row in affine))
-            rows += [moments.mean, moments.var, gain, *affine]
-    there = [row for row in rows if row is not None]
+def _spread(bundle: Bundle, rows: Tensor, groups: Sequence[int]) -> Sequence[Tensor]:
+    """Divide rows (5, channels) among the norms, each (5, G, C). The rows of all groups are the same memory."""
+    sizes = [norm.channels for norm in bundle.norms]
+    if len(set(groups)) == 1:
+        return rows.unsqueeze(1).expand(-1, groups[0], -1).split(sizes, 2)  # type: ignore[no-any-return, no-untyped-call]
+    parts = rows.unsqueeze(1).split(sizes, 2)  # type: ignore[no-untyped-call]
+    return [part.expand(-1, size, -1) for part, size in zip(parts, groups, strict=True)]
+
+
+def _summed(bundle: Bundle, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of rows (5, channels): sums over groups. Missing gradients are zero. None if all are missing."""
+    there = [grad for grad in grads if grad is not None]
     if not there:
-        return
-    made = iter(Spread.apply(groups, *there))  # type: ignore[no-untyped-call]
-    spread = [None if row is None else next(made) for row in rows]
-    for i, identity in enumerate(calls):
-        mean, var, trust, weight, bias = spread[5 * i : 5 * i + 5]
-        assert mean is not None and var is not None and trust is not None
-        results.given[identity] = ForCall(Moments(mean, var), trust, (weight, bias))
+        return None
+    if len(there) < len(grads):
+        missing = there[0].new_zeros(())
+        grads = [
+            missing.expand(ROWS, 1, norm.channels) if grad is None else grad
+            for grad, norm in zip(grads, bundle.norms, strict=True)
+        ]
+        there = [grad for grad in grads if grad is not None]
+    if len({grad.shape[1] for grad in there}) == 1:
+        whole = torch.cat(there, 2)
+        return whole.squeeze(1) if whole.shape[1] == 1 else whole.sum(1)
+    return torch.cat([grad.sum(1) for grad in there], 1)
 
 
 def _groups(norm: Any, examples: int) -> int:
@@ -263,54 +251,51 @@ def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleTy
     return aten
 
 
-def _listed(results: Sequence[tuple[Tensor, Tensor]], gains: Sequence[Tensor]) -> list[Tensor]:
-    return [*(mean for mean, _ in results), *(var for _, var in results), *gains]
+def _listed(run: ModuleType, bundle: Bundle, tensors: Sequence[Tensor], values: Values) -> list[Tensor]:
+    others = run.results(bundle, values)
+    return [run.rows(bundle, tensors, values), *(mean for mean, _ in others), *(var for _, var in others)]
 
 
 class _Bundled(torch.autograd.Function):
-    """Returns means, variances and gains, and also γ and β unchanged if the kernels add their gradients.
+    """Returns the rows of all norms (5, G, C), then means and variances of the other results.
 
     A missing gradient is None. Tensors that would get gradients only from missing ones also get None.
     """
 
     @staticmethod
-    def forward(ctx: Any, bundle: Bundle, run: ModuleType, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, bundle: Bundle, run: ModuleType, dtype: torch.dtype, groups: Sequence[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         values: Values = run.forward(bundle, tensors, dtype, tensors[0].device, True)
-        ctx.bundle, ctx.run, ctx.dtype = bundle, run, dtype
+        ctx.bundle, ctx.run, ctx.dtype, ctx.groups = bundle, run, dtype, groups
         ctx.sizes = [len(saved) for saved in values.saved]
         saved = [tensor for each in values.saved for tensor in each]
         ctx.save_for_backward(*tensors, values.entries, *saved)
-        passed = (tensors[place].detach() for place in bundle.passed if run.PASSES)
-        return *_listed(run.results(bundle, values), values.gains), *passed
+        rows, *others = _listed(run, bundle, tensors, values)
+        return *_spread(bundle, rows, groups), *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         bundle, saved = ctx.bundle, ctx.saved_tensors
-        count, given = len(bundle.results), len(bundle.masks)
-        grad_gains, grad_passed = (
-            grads[2 * count : 2 * count + len(bundle.gains)],
-            grads[2 * count + len(bundle.gains) :],
-        )
+        norms, others, given = len(bundle.norms), len(bundle.results) - len(bundle.norms), len(bundle.masks)
         tensors, entries, rest = saved[:given], saved[given], iter(saved[given + 1 :])
-        nothing = [None] * 3
+        nothing = [None] * 4
         with full_precision(entries.device), on_device_of(entries):
             if torch.is_grad_enabled():
-                passed = bundle.passed[: len(grad_passed)]
-                spelt_out: Callable[..., list[Tensor]] = lambda *tensors: [  # noqa: E731
-                    *aten.spelt_out(bundle, tensors, ctx.dtype, entries.device),
-                    *(tensors[place] for place in passed),
-                ]
-                grad_logits = [
-                    grad if grad is None or grad.numel() == gain.logits else grad.sum().view(tensors[gain.logit].shape)
-                    for gain, grad in zip(bundle.gains, grad_gains, strict=True)
-                ]
-                return *nothing, *closed.again(spelt_out, tensors, [*grads[: 2 * count], *grad_logits, *grad_passed])
+
+                def spelt_out(*tensors: Tensor) -> list[Tensor]:
+                    rows, *rest = aten.spelt_out(bundle, tensors, ctx.dtype, entries.device)
+                    return [*_spread(bundle, rows, ctx.groups), *rest]
+
+                return *nothing, *closed.again(spelt_out, tensors, list(grads))
             saved = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
-            arrived = sum(1 << bit for bit in range(count) if grads[bit] is not None or grads[count + bit] is not None)
-            arrived |= sum(1 << bit for bit, grad in enumerate(grads[2 * count :], count) if grad is not None)
-            needed = zip(ctx.needs_input_grad[3:], bundle.masks, strict=True)
+            grad_rows, grad_others = grads[:norms], grads[norms:]
+            pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
+            arrived = sum(1 << bit for bit, grad in enumerate(grad_rows) if grad is not None)
+            arrived |= sum(1 << bit for bit, pair in enumerate(pairs, norms) if pair != (None, None))
+            needed = zip(ctx.needs_input_grad[4:], bundle.masks, strict=True)
             asked = [wanted and bool(mask & arrived) for wanted, mask in needed]
-            pairs = list(zip(grads[:count], grads[count : 2 * count], strict=True))
-            values = Values(entries, [], saved)
-            return *nothing, *ctx.run.backward(bundle, tensors, values, pairs, grad_gains, grad_passed, asked)
+            values = Values(entries, entries, saved)
+            summed = _summed(bundle, grad_rows)
+            return *nothing, *ctx.run.backward(bundle, tensors, values, summed, pairs, asked)

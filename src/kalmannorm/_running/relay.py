@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._ops.track.request import TrackingRequest
-from kalmannorm._running.prior_bundles import PriorBundles, Results
+from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Scope, ThreadState, kept_by
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
 from kalmannorm._support.pickles import Complete, check_complete
@@ -189,10 +189,12 @@ class Relay:
         memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived, x.shape[0])
         if isinstance(memo, Results):
             self._bundles_of_part().fill(call, target, context, memo)
+            if call in memo.rows:  # bundles read no posteriors, so there is none to consume
+                return Prior.of(memo.rows[call])
         previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)
-        return memo.prior(call, previous) if isinstance(memo, Results) else previous
+        return previous
 
     def _bundles_of_part(self) -> PriorBundles:
         """The bundles of the running model, or of the part that runs."""

@@ -42,9 +42,9 @@ def test_bundles(case, compiled, monkeypatch):
         tensors = [tensor.requires_grad_() for tensor in tensors]
         assert triton_bundle.applies(bundle, tensors)
         values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device("cpu"), True)
-        at = [tuple(torch.zeros(2, 1, result.numel())) for result in bundle.results]
-        passed = [tensors[place] for place in bundle.passed]
-        triton_bundle.backward(bundle, tensors, values, at, [None] * len(bundle.gains), passed, [True] * len(tensors))
+        at = [tuple(torch.zeros(2, 1, result.numel())) for result in bundle.results[len(bundle.norms) :]]
+        rows = triton_bundle.rows(bundle, tensors, values)
+        triton_bundle.backward(bundle, tensors, values, rows, at, [True] * len(tensors))
     assert compiled.keys() == TAPE | LEAVES | LAYERS
     if case == "in rows of four":
         assert "ld.global.v4" in compiled["layers_kernel"] and "st.global.v4" in compiled["layers_backward_kernel"]

@@ -13,6 +13,7 @@ import torchvision
 from torch.nn import functional as F
 
 from kalmannorm._ops.propagate import aten, triton_bundle, triton_tables
+from kalmannorm._ops.propagate.bundle import ROWS
 from kalmannorm._running import bundling
 from support.bundled_nets import IMAGE, VECTOR, Blocks, Branches, Pre, Smooth, Twice, bundles, converted
 from support.poisoned import DEVICE, poison
@@ -35,20 +36,17 @@ def relative(found, expected):
     return ((found.double().cpu() - expected.cpu()).abs().max() / expected.abs().max().cpu().clamp(min=1e-3)).item()
 
 
-def run(bundle, tensors, at, at_gains, at_passed, asked):
+def run(bundle, tensors, at_rows, at, asked):
     values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device(DEVICE), True)
-    return values, triton_bundle.backward(bundle, tensors, values, at, at_gains, at_passed, asked)
+    return values, triton_bundle.backward(bundle, tensors, values, at_rows, at, asked)
 
 
-def arriving(bundle, tensors, missing=()):
-    at = [tuple(torch.randn(1, result.numel(), device=DEVICE) for _ in range(2)) for result in bundle.results]
+def arriving(bundle, missing=()):
+    others = bundle.results[len(bundle.norms) :]
+    at = [tuple(torch.randn(1, result.numel(), device=DEVICE) for _ in range(2)) for result in others]
     for i, row in missing:
         at[i] = tuple(None if r == row else grad for r, grad in enumerate(at[i]))
-    at_gains = [torch.randn(gain.channels, device=DEVICE) for gain in bundle.gains]
-    at_passed = [torch.randn_like(tensors[place]) for place in bundle.passed]
-    if missing:
-        at_gains[0] = at_passed[1] = None
-    return at, at_gains, at_passed
+    return torch.randn(ROWS, bundle.channels, device=DEVICE), at
 
 
 def double(values):
@@ -57,26 +55,20 @@ def double(values):
 
 @torch.no_grad()
 def compare(bundle, tensors, missing=(), tolerance=2e-6):
-    at, at_gains, at_passed = arriving(bundle, tensors, missing)
+    at_rows, at = arriving(bundle, missing)
     asked = [True] * len(tensors)
-    values, grads = run(bundle, tensors, at, at_gains, at_passed, asked)
+    values, grads = run(bundle, tensors, at_rows, at, asked)
     exact = aten.forward(bundle, double(tensors), torch.float64, torch.device(DEVICE), True)
-    expected = aten.backward(
-        bundle,
-        double(tensors),
-        exact,
-        [tuple(double(pair)) for pair in at],
-        [
-            None if grad is None else grad.double().sum_to_size(tensors[gain.logit].shape)
-            for gain, grad in zip(bundle.gains, at_gains, strict=True)
-        ],
-        double(at_passed),
-        asked,
-    )
+    pairs = [tuple(double(pair)) for pair in at]
+    expected = aten.backward(bundle, double(tensors), exact, at_rows.double(), pairs, asked)
     assert relative(values.entries, exact.entries) < tolerance
-    for gain, found, wanted in zip(bundle.gains, values.gains, exact.gains, strict=True):
-        assert found.shape == (gain.channels,)
-        assert relative(found, wanted.expand(gain.channels)) < tolerance
+    found_rows, wanted_rows = (
+        triton_bundle.rows(bundle, tensors, values),
+        aten.rows(bundle, double(tensors), exact),
+    )
+    assert relative(found_rows, wanted_rows) < tolerance
+    for found, wanted in zip(triton_bundle.results(bundle, values), aten.results(bundle, exact), strict=True):
+        assert all(relative(a, b) < tolerance for a, b in zip(found, wanted, strict=True))
     for i, (found, wanted) in enumerate(zip(grads, expected, strict=True)):
         assert found.dtype == tensors[i].dtype
         assert found.dim() < 4 or found.stride() == tensors[i].stride()
@@ -101,8 +93,25 @@ def test_parts_that_hand_on(monkeypatch):
     monkeypatch.setattr(bundling, "TOGETHER", 2)
     found = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
     assert len(found) == 2 and found[1][0].given
-    for bundle, tensors in found:
-        compare(bundle, tensors, missing=[(0, 0), (1, 0), (1, 1)])
+    (first, tensors), last = found
+    assert len(first.results) > len(first.norms)
+    compare(first, tensors, missing=[(0, 0)])
+    compare(first, tensors, missing=[(0, 0), (0, 1)])
+    compare(*last)
+
+
+@torch.no_grad()
+def test_no_norm_returned_a_gradient(monkeypatch):
+    monkeypatch.setattr(bundling, "TOGETHER", 2)
+    bundle, tensors = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)[0]
+    _, at = arriving(bundle)
+    asked = [bool(mask >> len(bundle.norms)) for mask in bundle.masks]
+    _, grads = run(bundle, tensors, None, at, asked)
+    exact = aten.forward(bundle, double(tensors), torch.float64, torch.device(DEVICE), True)
+    expected = aten.backward(bundle, double(tensors), exact, None, [tuple(double(pair)) for pair in at], asked)
+    assert any(asked) and not all(asked)
+    for found, wanted in zip(grads, expected, strict=True):
+        assert (found is None and wanted is None) or relative(found, wanted) < 2e-6
 
 
 def test_half_precision_weights(monkeypatch):
@@ -119,7 +128,7 @@ def test_half_precision_weights(monkeypatch):
 @torch.no_grad()
 def test_bit_for_bit_the_same_again(monkeypatch):
     ((bundle, tensors),) = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
-    arrived = arriving(bundle, tensors)
+    arrived = arriving(bundle)
     first, second = (run(bundle, tensors, *arrived, [True] * len(tensors)) for _ in range(2))
     assert torch.equal(first[0].entries, second[0].entries)
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
@@ -130,7 +139,7 @@ def test_weights_that_need_no_gradient_and_weights_that_moved(monkeypatch):
     ((bundle, tensors),) = prepared(*CASES["sums before norms, linear layers"], monkeypatch)
     frozen = bundle.stages[0].layers[0].weight
     tensors[frozen].requires_grad_(False)
-    arrived = arriving(bundle, tensors)
+    arrived = arriving(bundle)
     asked = [i != frozen for i in range(len(tensors))]
     _, before = run(bundle, tensors, *arrived, asked)
     assert before[frozen] is None

@@ -17,7 +17,19 @@ from torch.nn import functional as F
 
 from kalmannorm._filter import gain_of, gain_slope
 from kalmannorm._ops.propagate import aten_layers
-from kalmannorm._ops.propagate.bundle import RELU, Bundle, Elementwise, Function, Layer
+from kalmannorm._ops.propagate.bundle import (
+    BIAS,
+    GAIN,
+    PRIOR_MEAN,
+    PRIOR_VAR,
+    RELU,
+    ROWS,
+    WEIGHT,
+    Bundle,
+    Elementwise,
+    Function,
+    Layer,
+)
 from kalmannorm.moments import Moments, add, closed, product, subtract
 from kalmannorm.moments.activations import DENSITY, piecewise, through
 from kalmannorm.moments.linear import group_weight, through_layer
@@ -46,19 +58,16 @@ def _with_slope(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 Where = slice | Tensor
 """Positions of entries: a slice, or an index on the device."""
-PASSES = False
-"""Whether γ and β for the op pass through the bundle. In Triton kernels their gradients cost nothing more. Here each
-would be one more operation."""
 Tensors = Sequence[Tensor]
 Saved = tuple[Tensor | None, ...]
 _NONE: Saved = ()
 
 
 class Values(NamedTuple):
-    """All entries, the gains, and the tensors that each operation saves for its gradients, in order."""
+    """All entries, the gains of all norms (channels,), and the tensors that each operation saves, in order."""
 
     entries: Tensor
-    gains: Sequence[Tensor]
+    gains: Tensor
     saved: list[Saved]
 
 
@@ -74,7 +83,9 @@ class _Ready(NamedTuple):
     elementwise: list[list[tuple[Elementwise, _Work]]]
     layers: list[list[tuple[Layer, _Work]]]
     results: list[Where]
-    together: Tensor  # the entries of all results
+    priors: Tensor  # the entries of the priors of all norms
+    logits: Tensor  # for each channel of each norm: the position of its logit
+    affine: Tensor  # (2, beliefs): where the gradients of β and γ from the norms are in (5, channels), or behind it
     device: torch.device
     geometries: dict[Any, aten_layers.Geometry]
 
@@ -94,12 +105,50 @@ def _ready(bundle: Bundle, device: torch.device) -> _Ready:
                     for stage in bundle.stages
                 ],
                 [_where(result, device) for result in bundle.results],
-                torch.cat(bundle.results).to(device),
+                torch.cat([*bundle.results[: len(bundle.norms)], torch.zeros(0, dtype=torch.long)]).to(device),
+                _logits(bundle).to(device),
+                affine_places(bundle).to(device),
                 device,
                 {},
             )
     ready: _Ready = bundle.tables["aten", device]
     return ready
+
+
+def _logits(bundle: Bundle) -> Tensor:
+    places, start = [torch.zeros(0, dtype=torch.long)], 0
+    for norm in bundle.norms:
+        places.append((start + torch.arange(norm.logits)).expand(norm.channels))
+        start += norm.logits
+    return torch.cat(places)
+
+
+def affine_places(bundle: Bundle) -> Tensor:
+    """For β and γ of each belief, the position of their gradient from a norm in (5, channels). -1: no norm has them."""
+    places, start = dict[int, Tensor](), 0
+    for norm in bundle.norms:
+        for row, place in ((WEIGHT, norm.weight), (BIAS, norm.bias)):
+            if place is not None:
+                places[place] = row * bundle.channels + torch.arange(start, start + norm.channels)
+        start += norm.channels
+
+    def row(of: list[tuple[int | None, int]]) -> Tensor:
+        missing = [places.get(-1 if place is None else place, torch.full((size,), -1)) for place, size in of]
+        return torch.cat([torch.zeros(0, dtype=torch.long), *missing])
+
+    biases = [(belief.bias, belief.size) for belief in bundle.beliefs]
+    return torch.stack([row(biases), row([(belief.weight, belief.size) for belief in bundle.beliefs])])
+
+
+def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:
+    """Gradients of γ and β of all norms. Those that are also beliefs are replaced later by their sums."""
+    sizes = [norm.channels for norm in bundle.norms]
+    parts = torch.split(grad_rows[: BIAS + 1].reshape(-1), sizes + sizes)
+    places = [norm.weight for norm in bundle.norms] + [norm.bias for norm in bundle.norms]
+    for place, part in zip(places, parts, strict=True):
+        if place is not None:
+            dtype = tensors[place].dtype
+            found[place] = part if part.dtype == dtype else part.to(dtype)
 
 
 def _work(each: Elementwise | Layer, stop: int, device: torch.device) -> _Work:
@@ -167,22 +216,37 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
                 mean = mean + tensors[layer.bias]
             entries[0, work.out], entries[1, work.out] = mean, var
             saved.append((away,))
-    return Values(entries, _gains(bundle, tensors), saved)
+    return Values(entries, _gains(bundle, tensors, ready).to(dtype), saved)
+
+
+def rows(bundle: Bundle, tensors: Tensors, values: Values) -> Tensor:
+    """The rows of all norms, (5, channels)."""
+    entries = values.entries
+    priors = entries.index_select(1, _ready(bundle, entries.device).priors)
+    return _stacked(bundle, tensors, priors, values.gains)
+
+
+def _stacked(bundle: Bundle, tensors: Tensors, priors: Tensor, gains: Tensor) -> Tensor:
+    affine = [
+        priors.new_full((norm.channels,), missing) if place is None else tensors[place].to(priors.dtype)
+        for missing, places in ((1.0, [n.weight for n in bundle.norms]), (0.0, [n.bias for n in bundle.norms]))
+        for norm, place in zip(bundle.norms, places, strict=True)
+    ]
+    return torch.cat([*affine, priors.reshape(-1), gains]).view(ROWS, -1)
 
 
 def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Means and variances, each (1, C). They are copies, because views would keep all entries alive."""
+    """Means and variances of the other results, each (1, C). Copies, because views would keep all entries alive."""
     ready = _ready(bundle, values.entries.device)
-    parts = values.entries.index_select(1, ready.together).split([result.numel() for result in bundle.results], 1)  # type: ignore[no-untyped-call]
+    parts = [_taken(values.entries, where).clone() for where in ready.results[len(bundle.norms) :]]
     return [(part[:1], part[1:]) for part in parts]
 
 
-def _gains(bundle: Bundle, tensors: Tensors) -> list[Tensor]:
-    if not bundle.gains:
-        return []
-    gains = gain_of(torch.cat([tensors[gain.logit].reshape(-1) for gain in bundle.gains]))
-    parts = torch.split(gains, [gain.logits for gain in bundle.gains])
-    return [part.view(tensors[gain.logit].shape) for part, gain in zip(parts, bundle.gains, strict=True)]
+def _gains(bundle: Bundle, tensors: Tensors, ready: _Ready) -> Tensor:
+    if not bundle.norms:
+        return torch.empty(0, device=ready.device)
+    logits = torch.cat([tensors[norm.logit].reshape(-1) for norm in bundle.norms])
+    return gain_of(logits).index_select(0, ready.logits)
 
 
 def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
@@ -226,19 +290,20 @@ def backward(
     bundle: Bundle,
     tensors: Tensors,
     values: Values,
+    grad_rows: Tensor | None,
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
-    grad_gains: Sequence[Tensor | None],
-    grad_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients with respect to the tensors where `asked` is true.
 
-    They follow from the gradients with respect to means and variances, gains and passed tensors.
+    They follow from the gradients with respect to the rows of the norms, (5, channels), and to the other results.
     """
     entries = values.entries
     ready, saved = _ready(bundle, entries.device), list(values.saved)
     grads = torch.zeros_like(entries)
-    for where, pair in zip(ready.results, grad_results, strict=True):
+    if grad_rows is not None:
+        _added(grads, ready.priors, grad_rows[PRIOR_MEAN : PRIOR_VAR + 1])
+    for where, pair in zip(ready.results[len(bundle.norms) :], grad_results, strict=True):
         if pair[0] is not None or pair[1] is not None:
             rows = [torch.zeros_like(entries[0, : _size(where)]) if grad is None else grad.reshape(-1) for grad in pair]
             _added(grads, where, torch.stack(rows))
@@ -249,11 +314,12 @@ def backward(
             _layer_gradient(layer, work, entries, grads, tensors, saved.pop()[0], seen, asked, found)
         for each, work in reversed(elementwise):
             _function_gradient(each.function, work, entries, grads, saved.pop())
-    _leaf_gradients(bundle, tensors, grads, found)
-    for place, grad in zip(bundle.passed, grad_passed, strict=False):
-        more = found[place]
-        found[place] = more if grad is None else grad if more is None else more + grad
-    _gain_gradients(bundle, tensors, grad_gains, found)
+    from_norms = None
+    if grad_rows is not None:
+        affine_gradients(bundle, tensors, grad_rows, found)
+        _gain_gradients(bundle, tensors, grad_rows[GAIN], ready, found)
+        from_norms = torch.cat([grad_rows.reshape(-1), grad_rows.new_zeros(1)])[ready.affine]
+    _leaf_gradients(bundle, tensors, grads, from_norms, found)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
 
 
@@ -308,13 +374,18 @@ def _product_gradient(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([grad[0] * b[0] + 2 * grad[1] * b[1] * a[0], grad[1] * (b[1] + b[0].square())])
 
 
-def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list[Tensor | None]) -> None:
+def _leaf_gradients(
+    bundle: Bundle, tensors: Tensors, grads: Tensor, from_norms: Tensor | None, found: list[Tensor | None]
+) -> None:
     _, weights = leaf_rows(bundle, tensors, grads.dtype, grads.device)
     by_weight = grads[1, : weights.numel()] * weights * 2
+    by_bias = grads[0, : weights.numel()]
+    if from_norms is not None:
+        by_bias, by_weight = by_bias + from_norms[0], by_weight + from_norms[1]
     start = 0
     for belief in bundle.beliefs:
         stop = start + belief.size
-        for place, row in ((belief.bias, grads[0]), (belief.weight, by_weight)):
+        for place, row in ((belief.bias, by_bias), (belief.weight, by_weight)):
             if place is not None:
                 found[place] = row[start:stop].to(tensors[place].dtype)
         start = stop
@@ -324,21 +395,18 @@ def _leaf_gradients(bundle: Bundle, tensors: Tensors, grads: Tensor, found: list
 
 
 def _gain_gradients(
-    bundle: Bundle, tensors: Tensors, grad_gains: Sequence[Tensor | None], found: list[Tensor | None]
+    bundle: Bundle, tensors: Tensors, grad_gains: Tensor, ready: _Ready, found: list[Tensor | None]
 ) -> None:
-    logits = [tensors[gain.logit].reshape(-1) for gain in bundle.gains]
-    if any(grad is not None for grad in grad_gains):
-        grads = [
-            torch.zeros_like(x) if grad is None else grad.reshape(-1)
-            for x, grad in zip(logits, grad_gains, strict=True)
-        ]
-        slopes = gain_slope(torch.cat(logits)) * torch.cat(grads)
-        for gain, part in zip(bundle.gains, torch.split(slopes, [x.numel() for x in logits]), strict=True):
-            found[gain.logit] = part.view(tensors[gain.logit].shape)
+    logits = torch.cat([tensors[norm.logit].reshape(-1) for norm in bundle.norms])
+    # Unlike index_add_, index_put_ is deterministic on a GPU.
+    sums = grad_gains.new_zeros(logits.numel()).index_put_((ready.logits,), grad_gains, accumulate=True)
+    slopes = gain_slope(logits) * sums
+    for norm, part in zip(bundle.norms, torch.split(slopes, [norm.logits for norm in bundle.norms]), strict=True):
+        found[norm.logit] = part.view(tensors[norm.logit].shape)
 
 
 def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Means and variances of the results, then the gains, in operations that autograd differentiates to any order."""
+    """The rows of the norms, then means and variances of the other results, differentiable to any order."""
     entries = _leaves(bundle, tensors, dtype, device)
     ready = _ready(bundle, device)
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
@@ -347,9 +415,9 @@ def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torc
             given = [_taken(entries, where) for where in (work.a, work.b) if where is not None]
             m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
             entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
-    found = [_taken(entries, where).unsqueeze(1) for where in ready.results]
-    gains = [gain_of(tensors[gain.logit]) for gain in bundle.gains]
-    return [pair[0] for pair in found] + [pair[1] for pair in found] + gains
+    rows = _stacked(bundle, tensors, _taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    found = [_taken(entries, where).unsqueeze(1) for where in ready.results[len(bundle.norms) :]]
+    return [rows, *(pair[0] for pair in found), *(pair[1] for pair in found)]
 
 
 def _one(each: Elementwise | Layer, given: list[Moments], tensors: Tensors, dtype: torch.dtype) -> Moments:

@@ -9,6 +9,10 @@ reads entries by index. So slices, shuffles and concatenations of channels cost 
         elementwise    activations, sums, products, scalings; operands come first
         layers         convolutions and linear layers
 
+Each norm of a bundle gets one tensor of rows, (5, G, C): γ, β, the mean and the variance of its prior, and its gain.
+All G rows are the same memory, one row for each group of the batch. So a norm returns the gradients of its groups
+without summing them, and the bundle sums the gradients of all norms together.
+
 Each tensor has a mask with one bit per result that depends on it. If the gradients of none of these results are needed,
 the tensor gets no gradient.
 """
@@ -21,6 +25,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kalmannorm.moments.windows import Axis
+
+WEIGHT, BIAS, PRIOR_MEAN, PRIOR_VAR, GAIN = range(5)
+ROWS = 5
+"""What the rows of a norm hold, in this order."""
 
 
 class Function(NamedTuple):
@@ -87,9 +95,14 @@ class Given(NamedTuple):
     size: int
 
 
-class Gain(NamedTuple):
-    """Position of a gain's logit in the list of tensors. It has one value for all channels, or one per channel."""
+class Norm(NamedTuple):
+    """A norm that gets its prior from the bundle. Positions of γ, β and the gain's logit in the list of tensors.
 
+    The logit has one value for all channels, or one per channel. A missing γ is 1, and a missing β is 0.
+    """
+
+    weight: int | None
+    bias: int | None
     logit: int
     logits: int
     channels: int
@@ -107,14 +120,18 @@ class Bundle:
 
     beliefs: list[Belief]
     given: list[Given]
-    gains: list[Gain]
-    passed: list[int]  # positions of γ and β that are also results: the op reads them, and returns their gradients
+    norms: list[Norm]
     stages: list[Stage]
-    results: list[Tensor]  # the entries of each result
+    results: list[Tensor]  # the entries of each result: the priors of `norms`, then results for other bundles
     entries: int
-    masks: list[int]  # for each tensor: the results that need it; gains and `passed` follow after `results`
+    masks: list[int]  # for each tensor: the results that need it, one bit each
     tables: dict[Any, Any] = field(default_factory=dict)  # caches of `aten` and `triton_bundle`, by device
 
     @property
     def leaves(self) -> int:
         return sum(belief.size for belief in self.beliefs) + sum(given.size for given in self.given)
+
+    @property
+    def channels(self) -> int:
+        """Channels of all norms together."""
+        return sum(norm.channels for norm in self.norms)

@@ -1,8 +1,8 @@
 """Bundles with Triton kernels, with the arguments and results of `aten.py`; float32, on CUDA devices.
 
 The number of launches does not depend on the number of layers. Forward: a concatenation, the leaves, a tape and one
-launch per kind of tile for each stage, and the results. Backward: three concatenations of incoming gradients, two
-launches per kind of tile and a tape for each stage, and the leaves.
+launch per kind of tile for each stage, and the rows. Backward: the incoming gradients, two launches per kind of tile
+and a tape for each stage, and the leaves.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kalmannorm._ops.grid import blocks_of
 from kalmannorm._ops.propagate import triton_elementwise as moments
 from kalmannorm._ops.propagate import triton_layers as layers
 from kalmannorm._ops.propagate import triton_leaves as leaves_of
-from kalmannorm._ops.propagate.aten import Tensors, Values
-from kalmannorm._ops.propagate.bundle import Bundle
+from kalmannorm._ops.propagate.aten import Tensors, Values, affine_gradients
+from kalmannorm._ops.propagate.bundle import GAIN, PRIOR_MEAN, PRIOR_VAR, ROWS, Bundle
 from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
 from kalmannorm._ops.triton_launching import ready
 from kalmannorm.moments.activations import DENSITY
@@ -28,7 +28,6 @@ from kalmannorm.moments.closed import nodes_and_weights
 
 BLOCK = 128
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PASSES = True
 KEPT = 4
 """Number of tables that are kept, one per set of weights, the most recently written."""
 
@@ -72,7 +71,7 @@ def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> 
     key = value, device
     if key not in bundle.tables:
         with torch.inference_mode(False):
-            most = max(bundle.entries, size, *(gain.channels for gain in bundle.gains))
+            most = max(bundle.entries, bundle.channels, size)
             bundle.tables[key] = torch.full((most,), value, device=device)
     constant: Tensor = bundle.tables[key]
     return constant[:size]
@@ -96,7 +95,7 @@ def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
     spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
     means += [_row(tensors[each.mean]) for each in bundle.given]
     spreads += [_row(tensors[each.var]) for each in bundle.given]
-    return torch.cat([*means, *spreads, *(_row(tensors[gain.logit]) for gain in bundle.gains)])
+    return torch.cat([*means, *spreads, *(_row(tensors[norm.logit]) for norm in bundle.norms)])
 
 
 def _row(tensor: Tensor) -> Tensor:
@@ -135,8 +134,7 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
             ready(layers.layers_kernel, (work.shape[0],), device, **options)(
                 entries, sums, bound.table, work, tables.index, tables.geometry, E
             )
-    # A gain is returned as a row, so its gradient from the op need not be summed over channels layer by layer.
-    return Values(entries, torch.split(gains, [gain.channels for gain in bundle.gains]), [(sums, flat, *slopes)])
+    return Values(entries, gains, [(sums, flat, *slopes)])
 
 
 def _options(tape: Tape) -> dict[str, Any]:
@@ -154,10 +152,27 @@ def _type(tables: Tables, tensors: Tensors) -> Any:
     return TYPES[tensors[tables.layers[0].weight].dtype] if tables.layers else tl.float32
 
 
+def rows(bundle: Bundle, tensors: Tensors, values: Values) -> Tensor:
+    """The rows of all norms, (5, channels)."""
+    device = values.entries.device
+    priors = values.entries.index_select(1, _tables(bundle, device).priors)
+    parts = [
+        _constant(bundle, 1.0, norm.channels, device) if norm.weight is None else tensors[norm.weight]
+        for norm in bundle.norms
+    ]
+    parts += [
+        _constant(bundle, 0.0, norm.channels, device) if norm.bias is None else tensors[norm.bias]
+        for norm in bundle.norms
+    ]
+    return torch.cat([*parts, priors.view(-1), values.gains]).view(ROWS, -1)
+
+
 def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Means and variances, each (1, C)."""
+    """Means and variances of the other results, each (1, C)."""
+    sizes = [result.numel() for result in bundle.results[len(bundle.norms) :]]
+    if not sizes:
+        return []
     tables = _tables(bundle, values.entries.device)
-    sizes = [result.numel() for result in bundle.results]
     means, variances = values.entries.index_select(1, tables.results).split(1)  # type: ignore[no-untyped-call]
     return list(zip(means.split(sizes, 1), variances.split(sizes, 1), strict=True))
 
@@ -166,9 +181,8 @@ def backward(
     bundle: Bundle,
     tensors: Tensors,
     values: Values,
+    grad_rows: Tensor | None,
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
-    grad_gains: Sequence[Tensor | None],
-    grad_passed: Sequence[Tensor | None],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
     entries, ((sums, flat, *slopes),) = values.entries, values.saved
@@ -178,13 +192,19 @@ def backward(
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
     type_of, S = _type(tables, tensors), tables.slots
     slots = torch.empty((2, S), device=device, dtype=torch.float32)
-    arrived = tables.results.numel()
-    for row in range(2):
+    channels, others = bundle.channels, bundle.results[len(bundle.norms) :]
+    arrived = slots[:, 2 * E : 2 * E + channels]
+    if grad_rows is None:
+        arrived.zero_()
+    else:
+        arrived.copy_(grad_rows[PRIOR_MEAN : PRIOR_VAR + 1])
+    for row in range(2 if others else 0):
         parts = [
             _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
-            for result, pair in zip(bundle.results, grad_results, strict=True)
+            for result, pair in zip(others, grad_results, strict=True)
         ]
-        torch.cat(parts, 1, out=slots[row : row + 1, 2 * E : 2 * E + arrived])
+        start = 2 * E + channels
+        torch.cat(parts, 1, out=slots[row : row + 1, start : start + tables.results.numel()])
     gathered = torch.empty((2, E), device=device, dtype=torch.float32)
     grad_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
@@ -205,19 +225,17 @@ def backward(
                 tape.offsets, tape.depths,
             )  # fmt: skip
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
-    passed = _passed(bundle, grad_passed, device)
-    ready(
-        leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, PASSED=passed is not None, BLOCK=BLOCK
-    )(flat, small, passed, *uses, leaves, _beliefs(bundle))
-    if bundle.gains:
-        grads = [
-            _constant(bundle, 0.0, gain.channels, device) if grad is None else grad
-            for gain, grad in zip(bundle.gains, grad_gains, strict=True)
-        ]
-        ready(leaves_of.gains_backward_kernel, (len(grads),), device, BLOCK=4 * BLOCK)(
-            flat, small, torch.cat(grads), tables.gains, 2 * leaves, GAIN_MARGIN
+    options = {"ROWS": grad_rows is not None, "BLOCK": BLOCK}
+    ready(leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, **options)(
+        flat, small, grad_rows, tables.affine, *uses, leaves, _beliefs(bundle)
+    )
+    found: list[Tensor | None] = [None] * len(tensors)
+    if grad_rows is not None:
+        ready(leaves_of.gains_backward_kernel, (len(bundle.norms),), device, BLOCK=4 * BLOCK)(
+            flat, small, grad_rows[GAIN], tables.gains, 2 * leaves, GAIN_MARGIN
         )
-    found = _unflattened(bundle, tensors, small)
+        affine_gradients(bundle, tensors, grad_rows, found)
+    _unflattened(bundle, tensors, small, found)
     for layer, start in zip(tables.layers, bound.starts, strict=True):
         weight = tensors[layer.weight]
         if start is not None:
@@ -227,33 +245,19 @@ def backward(
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
 
 
-def _passed(bundle: Bundle, grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Gradients of the passed β, then γ, of all beliefs. Missing ones are zero. None if all are missing."""
-    if all(grad is None for grad in grads):
-        return None
-    arrived = dict(zip(bundle.passed, grads, strict=True))
-    places = [(each.bias, each.size) for each in bundle.beliefs] + [(each.weight, each.size) for each in bundle.beliefs]
-    found = [(None if place is None else arrived.get(place), size) for place, size in places]
-    rows = torch.empty(2 * _beliefs(bundle), device=device, dtype=torch.float32)
-    torch.cat([_constant(bundle, 0.0, size, device) if grad is None else grad for grad, size in found], out=rows)
-    return rows
-
-
 def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
     return tensors[tables.layers[0].weight].dtype if tables.layers else torch.float32
 
 
-def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor) -> list[Tensor | None]:
+def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor, found: list[Tensor | None]) -> None:
     """Split gradients in the order of `_flat`, and assign each part to its tensor."""
     places: list[tuple[int | None, int]] = [(each.bias, each.size) for each in bundle.beliefs]
     places += [(each.mean, each.size) for each in bundle.given]
     places += [(each.weight, each.size) for each in bundle.beliefs]
     places += [(each.var, each.size) for each in bundle.given]
-    places += [(gain.logit, gain.logits) for gain in bundle.gains]
-    found: list[Tensor | None] = [None] * len(tensors)
+    places += [(norm.logit, norm.logits) for norm in bundle.norms]
     for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
         if place is not None:
             shape, dtype = tensors[place].shape, tensors[place].dtype
             part = part if len(shape) == 1 else part.view(shape)
             found[place] = part if dtype == torch.float32 else part.to(dtype)
-    return found

@@ -31,18 +31,20 @@ def leaves_kernel(
 
 @triton.jit(do_not_specialize=["S", "LEAVES", "BELIEFS"])
 def leaves_backward_kernel(
-    flat_ptr, grads_ptr, passed_ptr, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
-    LEAVES, BELIEFS, PASSED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    flat_ptr, grads_ptr, rows_ptr, affine_ptr, slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr,
+    LEAVES, BELIEFS, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients in the order of `flat`. The gradients of γ and β from the norms themselves (`passed`) are added."""
+    """Gradients in the order of `flat`. The gradients of γ and β from the norms themselves (`rows`) are added."""
     await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mean, var = collect(slots_ptr, S, first_ptr, start_ptr, step_ptr, count_ptr, i, i < LEAVES)
-    weight = tl.load(flat_ptr + LEAVES + i, mask=i < BELIEFS, other=0.5).to(tl.float32)
-    var = tl.where(i < BELIEFS, 2.0 * weight * var, var)
-    if PASSED:
-        mean += tl.load(passed_ptr + i, mask=i < BELIEFS, other=0.0)
-        var += tl.load(passed_ptr + BELIEFS + i, mask=i < BELIEFS, other=0.0)
+    scale = tl.load(flat_ptr + LEAVES + i, mask=i < BELIEFS, other=0.5).to(tl.float32)
+    var = tl.where(i < BELIEFS, 2.0 * scale * var, var)
+    if ROWS:
+        bias = tl.load(affine_ptr + i, mask=i < BELIEFS, other=-1)
+        weight = tl.load(affine_ptr + BELIEFS + i, mask=i < BELIEFS, other=-1)
+        mean += tl.load(rows_ptr + bias, mask=bias >= 0, other=0.0)
+        var += tl.load(rows_ptr + weight, mask=weight >= 0, other=0.0)
     tl.store(grads_ptr + i, mean, mask=i < LEAVES)
     tl.store(grads_ptr + LEAVES + i, var, mask=i < LEAVES)
 

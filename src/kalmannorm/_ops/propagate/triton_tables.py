@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmannorm._ops.propagate.aten import SMOOTH
+from kalmannorm._ops.propagate.aten import SMOOTH, affine_places
 from kalmannorm._ops.propagate.aten_layers import geometry
-from kalmannorm._ops.propagate.bundle import Bundle, Elementwise, Function, Gain, Layer
+from kalmannorm._ops.propagate.bundle import Bundle, Elementwise, Function, Layer, Norm
 
 LANES = 64
 """Lanes of a program that runs a tape."""
@@ -75,9 +75,11 @@ class Tables:
     numbers: Tensor
     index: Tensor
     geometry: Tensor
-    results: Tensor
-    gains: Tensor  # (gains, 4): start and number of its logits, start and number of its channels
-    logits: Tensor  # for each channel of each gain: the position of its logit
+    priors: Tensor  # the entries of the priors of all norms
+    results: Tensor  # the entries of the other results
+    gains: Tensor  # (norms, 4): start and number of its logits, start and number of its channels
+    logits: Tensor  # for each channel of each norm: the position of its logit
+    affine: Tensor  # (2, beliefs): where the gradients of β and γ from the norms are in (5, channels), or -1
     layers: list[Layer]  # of all stages
     rows: list[list[int]]  # their rows of the table, without the columns that depend on weights
     slots: int
@@ -136,8 +138,10 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         torch.tensor([_numbers(function) for function in functions] or [[0.0] * _NUMBERS]).double().to(device),
         _integers(torch.cat([*listed, torch.zeros(1)]), device),
         torch.cat([*seen, torch.zeros(1)]).to(device),
-        results.to(device),
-        *_gains(bundle.gains, device),
+        results[: bundle.channels].to(device),
+        results[bundle.channels :].to(device),
+        *_gains(bundle.norms, device),
+        _integers(affine_places(bundle), device),
         layers,
         rows,
         slots,
@@ -145,12 +149,12 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
     )
 
 
-def _gains(gains: Sequence[Gain], device: torch.device) -> tuple[Tensor, Tensor]:
+def _gains(norms: Sequence[Norm], device: torch.device) -> tuple[Tensor, Tensor]:
     table, places, logit, channel = [], [torch.zeros(0)], 0, 0
-    for gain in gains:
-        table.append([logit, gain.logits, channel, gain.channels])
-        places.append((logit + torch.arange(gain.logits)).expand(gain.channels))
-        logit, channel = logit + gain.logits, channel + gain.channels
+    for norm in norms:
+        table.append([logit, norm.logits, channel, norm.channels])
+        places.append((logit + torch.arange(norm.logits)).expand(norm.channels))
+        logit, channel = logit + norm.logits, channel + norm.channels
     return _integers(torch.tensor(table), device), _integers(torch.cat(places), device)
 
 
