@@ -186,7 +186,8 @@ class _Builder:
                 places.append(found)
             weight, bias, logit = places
             assert logit is not None
-            bundle.norms.append(Norm(weight, bias, logit, norm.gain_logit.numel(), channels))
+            logits = math.prod(self.sources[logit].shape)
+            bundle.norms.append(Norm(weight, bias, logit, logits, channels))
 
     def _order(self, steps: list[int]) -> list[int]:
         seen: set[int] = set()

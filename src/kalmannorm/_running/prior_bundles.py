@@ -32,19 +32,27 @@ from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
 
+Affine = tuple[Tensor | None, Tensor | None]
+"""γ and β."""
+
+
 class Prior(Moments):
-    """A prior with its gain, and with γ and β of its norm. All have one row for each group."""
+    """A prior with its gain and, if they are not the norm's own tensors, with γ and β."""
 
     gain: Tensor
-    affine: tuple[Tensor, Tensor]
+    affine: Affine
 
     @classmethod
-    def of(cls, rows: Tensor) -> Prior:
+    def of(cls, moments: Moments, gain: Tensor, affine: Affine = (None, None)) -> Prior:
+        prior = cls(*moments)
+        prior.gain, prior.affine = gain, affine
+        return prior
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> Prior:
         """From the rows of a norm, (5, G, C)."""
         weight, bias, mean, var, gain = rows.unbind(0)
-        prior = cls(mean, var)
-        prior.gain, prior.affine = gain, (weight, bias)
-        return prior
+        return cls.of(Moments(mean, var), gain, (weight, bias))
 
 
 class Results(dict[int, Any]):

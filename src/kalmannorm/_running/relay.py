@@ -190,7 +190,7 @@ class Relay:
         if isinstance(memo, Results):
             self._bundles_of_part().fill(call, target, context, memo)
             if call in memo.rows:  # bundles read no posteriors, so there is none to consume
-                return Prior.of(memo.rows[call])
+                return Prior.of_rows(memo.rows[call])
         previous = self.program.evaluate(target, context, memo)
         if not state.whole:
             self._consume(call, sources)

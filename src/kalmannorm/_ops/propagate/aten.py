@@ -125,19 +125,19 @@ def _logits(bundle: Bundle) -> Tensor:
 
 def affine_places(bundle: Bundle) -> Tensor:
     """For β and γ of each belief, the position of their gradient from a norm in (5, channels). -1: no norm has them."""
-    places, start = dict[int, Tensor](), 0
+    known, start = dict[int | None, Tensor](), 0
     for norm in bundle.norms:
         for row, place in ((WEIGHT, norm.weight), (BIAS, norm.bias)):
-            if place is not None:
-                places[place] = row * bundle.channels + torch.arange(start, start + norm.channels)
+            known[place] = row * bundle.channels + torch.arange(start, start + norm.channels)
         start += norm.channels
+    known.pop(None, None)
 
-    def row(of: list[tuple[int | None, int]]) -> Tensor:
-        missing = [places.get(-1 if place is None else place, torch.full((size,), -1)) for place, size in of]
-        return torch.cat([torch.zeros(0, dtype=torch.long), *missing])
+    def places(of: list[tuple[int | None, int]]) -> Tensor:
+        found = [known.get(place, torch.full((size,), -1)) for place, size in of]
+        return torch.cat([torch.zeros(0, dtype=torch.long), *found])
 
     biases = [(belief.bias, belief.size) for belief in bundle.beliefs]
-    return torch.stack([row(biases), row([(belief.weight, belief.size) for belief in bundle.beliefs])])
+    return torch.stack([places(biases), places([(belief.weight, belief.size) for belief in bundle.beliefs])])
 
 
 def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:

@@ -203,8 +203,8 @@ def backward(
             _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
             for result, pair in zip(others, grad_results, strict=True)
         ]
-        start = 2 * E + channels
-        torch.cat(parts, 1, out=slots[row : row + 1, start : start + tables.results.numel()])
+        behind = 2 * E + channels
+        torch.cat(parts, 1, out=slots[row : row + 1, behind : behind + tables.results.numel()])
     gathered = torch.empty((2, E), device=device, dtype=torch.float32)
     grad_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
