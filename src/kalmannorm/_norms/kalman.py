@@ -32,6 +32,13 @@ Covariance = Literal["diagonal", "full"]
 _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
 
 
+# The methods that the short way replaces. A subclass or an object that has its own takes the long way.
+_STEPS = {
+    "_forward", "_forward_train", "_predict", "_train_alone", "_normalize", "_affine", "_idle",
+    "_track_batch", "_tracking_request", "_track", "_pool", "_updated", "_update_statistics",
+}  # fmt: skip
+
+
 class BatchKalmanNorm(GroupedNorm):
     """Batch norm with a prior from the layer before. The posterior combines prior and observation, and normalizes x.
 
@@ -295,6 +302,10 @@ class BatchKalmanNorm(GroupedNorm):
         if self._posterior is not None:
             self.release()
         wired = self.wire is not None and previous is None
+        if wired and not return_posterior and not torch.compiler.is_compiling():
+            short: Tensor | None = self.wire.normalize(self, x, residual, relu)
+            if short is not None:
+                return short
         if wired:
             call = self.wire.begin()
             previous = self.wire.previous(call, x) if self._needs_prior() else None
@@ -307,6 +318,14 @@ class BatchKalmanNorm(GroupedNorm):
         if not wired:
             self._hold(posterior)
         return y
+
+    def takes_short_way(self) -> bool:
+        """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
+        own = not _STEPS & vars(self).keys() and all(
+            getattr(type(self), name) is getattr(BatchKalmanNorm, name) for name in _STEPS
+        )
+        diagonal = self.covariance == "diagonal" and self.transition is None and self.gain_logit is not None
+        return own and diagonal and self.training and not self.frozen and self._ranks.choice is None
 
     def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""

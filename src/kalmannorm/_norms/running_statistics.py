@@ -21,6 +21,7 @@ from kalmannorm._norms.batchnorm_checkpoints import fill_from_batchnorm
 from kalmannorm._ops.dispatch import on_device_of, tracking_for, transformed
 from kalmannorm._ops.track.averages import Groups, Pending, groups_of, hastened, updated, values_seen
 from kalmannorm._ops.track.request import Kind, TrackingRequest
+from kalmannorm._support.changes import Changes
 from kalmannorm._support.pickles import check_complete, check_known
 from kalmannorm.moments import Moments
 
@@ -193,6 +194,15 @@ class TrackedNorm(_NormBase):
             self._warned = True
             warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_posterior", "_arrived"):
+            Changes.count += 1
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        Changes.count += 1
+        super().__delattr__(name)
+
     def train(self, mode: bool = True) -> TrackedNorm:
         if self.training and not mode:
             self.skipped()
@@ -204,6 +214,7 @@ class TrackedNorm(_NormBase):
         return [self.running_mean, self.running_var, self.observed_mean, self.observed_var]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrackedNorm:
+        Changes.count += 1
         kept = [t for t in self._float32_tensors() if t is not None]
         kept += [t.grad for t in kept if t.grad is not None]
         identities = {id(t) for t in kept}

@@ -37,6 +37,15 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     return (triton_for(x.device.index) if fits else None) or aten
 
 
+def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
+    """The class that prepares a norm on x for the short way, or None."""
+    if kernels_for(x, statistics_batch_size) is aten:
+        return None
+    from kalmannorm._ops.normalize.triton_rows import TritonRows
+
+    return TritonRows
+
+
 def tracking_for(rows: Tensor) -> ModuleType | None:
     """A module with `track` and `track_many`, or None if it cannot read these rows or a tracer is active.
 
@@ -75,12 +84,16 @@ def expecting_for(*tensors: Tensor) -> ModuleType | None:
 def _read_by_kernels(*tensors: Tensor) -> bool:
     """Whether Triton kernels can read all these tensors: float32, on one CUDA device, and no tracer is active."""
     device = tensors[0].device
-    if torch.compiler.is_compiling() or device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     for t in tensors:
         if type(t) not in (Tensor, torch.nn.Parameter) or t.dtype != torch.float32 or t.device != device:
             return False
-    return triton_for(device.index) is not None
+    return has_kernels(device)
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and triton_for(device.index) is not None
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

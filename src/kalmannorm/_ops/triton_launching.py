@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,37 @@ def tried(version: str) -> bool:
 
 
 TRIED = tried(triton.__version__)
+DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None
+"""Whether the arguments of the launcher's C function are known. They differ between versions of Triton."""
+
+
+Direct = Callable[..., None]
+"""Launches a kernel. Arguments: the stream, then the addresses of all tensors; None for a missing tensor."""
+
+
+def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...]) -> Direct:
+    """Call the C function of Triton's launcher, if its arguments are known, and if nobody hooks launches."""
+    run, runtime = compiled[grid], getattr(triton.knobs, "runtime", None) if hasattr(triton, "knobs") else None
+    launcher = compiled.run
+    scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
+
+    def through_triton(stream: int, *addresses: int | None) -> None:
+        run(*addresses, *settled, stream=stream)
+
+    if not DIRECT or any(scratch) or runtime is None:
+        return through_triton
+    launch, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    x, y, z = grid
+    none = None, None, metadata, None, None, None  # scratch memory, metadata of the kernel, hooks
+
+    def straight(stream: int, *addresses: int | None) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            run(*addresses, *settled, stream=stream)
+        else:
+            launch(x, y, z, stream, function, cooperative, dependent, *none, *addresses, *settled)
+
+    return straight
 
 
 class Ready:
@@ -56,6 +88,7 @@ class Ready:
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], options: dict[str, Any]) -> None:
         self.kernel, self.grid, self.numbers, self.options = kernel, grid, numbers, options
         self.built: dict[tuple[Any, ...], Any] = {}
+        self.compiled: dict[tuple[Any, ...], Any] = {}
         self.settled: tuple[Any, ...] = ()
 
     def __call__(self, *given: Tensor | float | None) -> None:
@@ -79,6 +112,16 @@ class Ready:
             constants = self.kernel.arg_names[len(given) + len(self.numbers) :]
             self.settled = (*self.numbers, *(self.options[name] for name in constants))
             self.built[tuple(kinds)] = compiled[(*self.grid, 1, 1)[:3]]
+            self.compiled[tuple(kinds)] = compiled
+
+    def direct(self, *given: Tensor | None) -> Direct | None:
+        """A launch on addresses, for tensors of the same dtypes, alignments and device as these. None: there is none.
+
+        It exists only after a call with such tensors. It is faster, because nothing is checked.
+        """
+        kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNED == 0, t.get_device()) for t in given)
+        compiled = self.compiled.get(kinds)
+        return None if compiled is None else direct_launch(compiled, (*self.grid, 1, 1)[:3], self.settled)
 
 
 @functools.lru_cache(maxsize=KEPT)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Part:
     steps: list[int]  # the steps whose results the bundle returns for later bundles
     given: list[int]  # steps that must be evaluated before the bundle
     watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
+    short: Any = None  # what forwards on the short way share
 
 
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int]) -> list[Part]:

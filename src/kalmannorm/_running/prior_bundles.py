@@ -31,7 +31,6 @@ from kalmannorm._wiring.program import Context, Program
 from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
-
 Affine = tuple[Tensor | None, Tensor | None]
 """γ and β."""
 
@@ -150,7 +149,7 @@ class PriorBundles:
         if tensors is None:
             return
         run = _runner(part.bundle, context, tensors)
-        groups = [_groups(call.norm.module(), context.examples) for call in part.calls]
+        groups = [groups_of(call.norm.module(), context.examples) for call in part.calls]
         outputs = self._outputs(number, run, tensors, groups, context)
         calls, steps = len(part.calls), len(part.steps)
         for call, rows in zip(part.calls, outputs[:calls], strict=True):
@@ -208,7 +207,7 @@ def _summed(bundle: Bundle, grads: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat([grad.sum(1) for grad in there], 1)
 
 
-def _groups(norm: Any, examples: int) -> int:
+def groups_of(norm: Any, examples: int) -> int:
     """The number of groups of a norm in training. In other modes one row is enough."""
     if not norm.training or norm.frozen or examples == 0:
         return 1

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Scope, ThreadState, kept_by
+from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._wiring.plan import Plan
@@ -73,6 +74,8 @@ class Relay:
         if state.depth == 0:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
+            if not active and recompute_id() == -1 and not torch.compiler.is_compiling():
+                state.short = ShortForward(self._bundles_of_part(), state.memo)
         state.depth += 1
 
     def leave(self, whole: bool) -> None:
@@ -84,6 +87,7 @@ class Relay:
             state.memo, state.home, state.whole, state.part = None, None, False, None
             state.inner.clear()
             self.track_postponed()
+            state.short = None
 
     def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
         """Postpone an update of statistics to the end of the forward.
@@ -98,6 +102,8 @@ class Relay:
     def track_postponed(self) -> None:
         """Make the postponed updates."""
         if not torch.compiler.is_compiling():  # compiled code postpones nothing
+            if self.state.short is not None:
+                self.state.short.track()
             self.state.postponed.run(self.tables)
 
     @staticmethod
@@ -293,6 +299,13 @@ class Wire(Complete):
         if self.first[which] and torch.compiler.is_compiling():
             self.relay.begin_compiled()
         return which
+
+    def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
+        """The whole forward of the norm on the short way. None if it must take the long way."""
+        forward, target = self.relay.state.short, self.targets[0]
+        if forward is None or target is None or len(self.calls) > 1:
+            return None
+        return forward.normalize(self.calls[0], target, norm, x, residual, relu)
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
         target = self.targets[which]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from kalmannorm._running.postponed_tracking import PostponedTracking
+from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment
 from kalmannorm.moments import Moments
 
@@ -53,6 +54,7 @@ class ThreadState(threading.local):
         self.pending: dict[int, set[int]] = {}
         self.inner: dict[int, Scope] = {}
         self.postponed = PostponedTracking()
+        self.short: ShortForward | None = None  # the short way of the running forward
 
 
 def kept_by(segment: Segment, relay: object) -> Kept:

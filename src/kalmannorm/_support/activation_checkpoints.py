@@ -36,6 +36,11 @@ class Segment(NamedTuple):
         return not isinstance(self.key, _FRAME)
 
 
+def saved_tensors_hooked() -> bool:
+    """Whether hooks on saved tensors are active, as in an activation checkpoint."""
+    return _top_hooks is None or _top_hooks(True) is not None
+
+
 def recompute_id() -> int:
     """The number of the backward inside which this forward runs, or -1 if there is none."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

@@ -48,6 +48,10 @@ class WeakModule:
         """A parameter stored in the module. None if there is none of that name, or if it is computed."""
         return self._tensors[0].get(name) if self._tensors else None
 
+    def buffers(self) -> dict[str, Any]:
+        """The buffers of the module by name."""
+        return self._tensors[1]
+
     def identity(self) -> int:
         """A number for the module. It stays valid after the module is deleted."""
         return id(self._tensors[0]) if self._tensors else id(None)

@@ -7,6 +7,7 @@ may be uploaded. Norms without a table are then updated one by one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,13 @@ from kalmannorm._ops.track.triton_one import KINDS, track, track_block
 from kalmannorm._ops.triton_launching import ready
 from kalmannorm._ops.triton_shared import await_previous
 
-__all__ = ["track", "track_many"]
+__all__ = ["Together", "track", "track_many"]
 
+BUFFERS = (
+    "running_mean", "running_var", "observed_mean", "observed_var",
+    "values_tracked", "num_batches_tracked", "skipped_batches",
+)  # fmt: skip
+"""The names of a norm's buffers, in the order of `TrackingRequest.buffers`."""
 KEPT = 64
 """Number of tables that are kept, the most recently written. Tables that a CUDA graph reads are always kept."""
 TILE = 2048
@@ -142,7 +148,53 @@ def _numbers(request: TrackingRequest) -> tuple[Any, ...]:
     return *rates, *sizes, *(buffer.data_ptr() for buffer in request.buffers())
 
 
-def _written(requests: Sequence[TrackingRequest], device: torch.device) -> Table:
+class Together:
+    """Updates of norms whose moments are in one tensor, each norm's from its start on. Addresses are checked."""
+
+    def __init__(self, requests: Sequence[TrackingRequest], starts: Sequence[int]) -> None:
+        self.buffers = [buffer for request in requests for buffer in request.buffers()]
+        self.addresses = [buffer.data_ptr() for buffer in self.buffers]
+        alike: dict[Any, tuple[list[TrackingRequest], list[int]]] = {}
+        for request, start in zip(requests, starts, strict=True):
+            key = request.kind, request.momentum is None, request.observed is not None
+            alike.setdefault(key, ([], []))
+            alike[key][0].append(request)
+            alike[key][1].append(start)
+        device = requests[0].posterior.mean.device
+        with torch.inference_mode(False):  # the kept tables are also used in training
+            self.tables = [_written(each, device, begin) for each, begin in alike.values()]
+        self.launches = [
+            ready(track_many_kernel, (table.work.shape[0],), device, **table.options) for table in self.tables
+        ]
+
+    @classmethod
+    def of(cls, requests: Sequence[TrackingRequest], starts: Sequence[int]) -> Together | None:
+        """None while a CUDA graph is captured: nothing can be uploaded then."""
+        first = requests[0].posterior.mean
+        return None if first.is_cuda and torch.cuda.is_current_stream_capturing() else cls(requests, starts)
+
+    def applies(self, owners: Sequence[dict[str, Any]]) -> bool:
+        """Whether the norms with these buffers still have the same ones, and at the same addresses."""
+        now = [own[name] for own in owners for name in BUFFERS if own[name] is not None]
+        if len(now) != len(self.buffers) or not all(map(operator.is_, now, self.buffers)):
+            return False
+        return list(map(Tensor.data_ptr, now)) == self.addresses
+
+    def captured(self) -> bool:
+        return any(table.captured for table in self.tables)
+
+    def track(self, moments: Tensor) -> None:
+        capturing = moments.is_cuda and torch.cuda.is_current_stream_capturing()
+        for table, launch in zip(self.tables, self.launches, strict=True):
+            scratch = torch.empty(table.scratch, device=moments.device, dtype=torch.float32)
+            table.arrived.zero_()  # already zero, unless two streams updated the same model at once
+            launch(moments, table.table, table.work, scratch, table.arrived)
+            table.captured |= capturing
+        torch.autograd.graph.increment_version(self.buffers)
+
+
+def _written(requests: Sequence[TrackingRequest], device: torch.device, starts: Sequence[int] | None = None) -> Table:
+    """`starts`: where each norm's rows begin. None: they follow one another."""
     shapes = [request.posterior.mean.shape for request in requests]
     most_groups, most_channels = max(G for G, _ in shapes), max(C for _, C in shapes)
     BG = min(power(most_groups), 64)
@@ -150,6 +202,7 @@ def _written(requests: Sequence[TrackingRequest], device: torch.device) -> Table
     lines, work, begin, scratch = [], list[tuple[int, int]](), 0, 0
     for number, (request, (G, C)) in enumerate(zip(requests, shapes, strict=True)):
         blocks = -(-C // BC)
+        begin = begin if starts is None else starts[number]
         sizes = [request.examples, G, C, min(request.size, request.examples), request.values, blocks, begin, scratch]
         averages = [*request.running, *(request.observed or request.running)]
         lines.append([*sizes, *(buffer.data_ptr() for buffer in (*request.counts, *averages)), _rates(request)])

@@ -1,0 +1,183 @@
+"""The op with Triton kernels for one norm and one shape of x, if parameters and moments are rows of larger tensors.
+
+Everything that does not change from step to step is prepared once: tiles, grids, launches and offsets. A forward then
+allocates only y, and a backward only dx and the gradients of the rows. Rows hold γ, β, the prior's mean and variance,
+and the gain: (5, G, C), see `propagate/bundle.py`. Moments are (4, G, C): the posterior, then the observation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.grid import processors_of
+from kalmannorm._ops.normalize.tiling import launch_for, shape_of
+from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
+from kalmannorm._ops.propagate.bundle import ROWS
+from kalmannorm._ops.triton_launching import ALIGNED, Direct
+
+NOTHING = None, None, None, None
+
+
+class TritonRows:
+    """The launches of one norm. `pitch` is the number of values from one of the five rows to the next."""
+
+    def __init__(self, x: Tensor, size: int, eps: float, *, residual: bool, relu: bool, pitch: int) -> None:
+        shape = shape_of(x, size)
+        processors, wide = processors_of(x), x.dtype == torch.float32
+        self.groups, self.channels = shape.groups, shape.C
+        self.values = x.numel() // shape.C  # per channel
+        self.device, self.index = x.device, x.device.index
+        self.strides = x.stride()
+        self.residual, self.keeps_output = residual, residual and relu
+        mask = 0 if relu and not residual else None  # the backward reads β only for the mask of a ReLU
+        strides = RowStrides(0, 0, 0, 0, 1)
+        how = launch_for(shape, processors, residual=residual, wide=wide)
+        self.forward_launches = forward_launches(shape, how, x.device, strides, eps, relu, residual)
+        self.forward_scratch = Scratch.of(shape.groups, how.splits, how.K, shape.C)
+        how = launch_for(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
+        strides, arrived = strides._replace(bias=mask), (False, False)
+        self.backward_launches = backward_launches(
+            shape, how, x.device, strides, eps, relu, self.keeps_output, True, arrived
+        )
+        self.backward_scratch = Scratch.of(shape.groups, how.splits, how.K, shape.C)
+        self.masked = mask is not None
+        self.pitch, self.step = pitch, shape.groups * shape.C  # values from row to row: of parameters, of moments
+        self.forward_direct: tuple[Direct, ...] = ()
+        self.backward_direct: tuple[Direct, ...] = ()
+        self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
+
+    def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int) -> Tensor:
+        """y. Writes the moments from `start` on."""
+        y = torch.empty_like(x)
+        launches = self.forward_direct
+        x_at, y_at, rows_at = x.data_ptr(), y.data_ptr(), rows.data_ptr()
+        residual_at = None if residual is None else residual.data_ptr()
+        if not launches or (x_at | y_at | (residual_at or 0)) % ALIGNED or rows_at % ALIGNED != self.rows_offset:
+            self._forward(x, y, rows, residual, moments, start)
+            return y
+        step, pitch = 4 * self.step, 4 * self.pitch
+        mean = moments.data_ptr() + 4 * start
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        addresses = (
+            rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
+            mean, mean + step, mean + 2 * step, mean + 3 * step,
+        )  # fmt: skip
+        if self.forward_scratch is None:
+            launches[0](stream, x_at, y_at, residual_at, *addresses)
+            return y
+        partial = torch.empty(self.forward_scratch.values, device=self.device)
+        sums = partial.data_ptr()
+        count = sums + self.forward_scratch.sums
+        launches[0](stream, x_at, sums, count)
+        launches[1](stream, x_at, y_at, residual_at, sums, count, *addresses)
+        return y
+
+    def _forward(
+        self, x: Tensor, y: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int
+    ) -> None:
+        """The forward through checked launches, which build the kernels."""
+        parts = *rows.unbind(0), *self.moments(moments, start)
+        if self.forward_scratch is None:
+            given: list[tuple[Tensor | None, ...]] = [(x, y, residual, *parts)]
+        else:
+            sums, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
+            given = [(x, sums, count), (x, y, residual, sums, count, *parts)]
+        for launch, tensors in zip(self.forward_launches, given, strict=True):
+            launch(*tensors)
+        if not any(t is not None and t.data_ptr() % ALIGNED for t in (x, y, residual)):
+            direct = [launch.direct(*tensors) for launch, tensors in zip(self.forward_launches, given, strict=True)]
+            self.forward_direct = tuple(launch for launch in direct if launch is not None)
+            if len(self.forward_direct) < len(direct):
+                self.forward_direct = ()
+            self.rows_offset = rows.data_ptr() % ALIGNED
+
+    def backward(
+        self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, moments: Tensor, start: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of x, of the rows (5, G, C) and of the residual."""
+        if grad_y.stride() != self.strides:
+            grad_y = torch.empty_like(x).copy_(grad_y)
+        dx = torch.empty_like(x)
+        d_rows = torch.empty((ROWS, self.groups, self.channels), device=self.device)
+        d_residual = torch.empty_like(x) if self.keeps_output else None
+        launches = self.backward_direct
+        grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
+        y_at = None if y is None else y.data_ptr()
+        d_residual_at = None if d_residual is None else d_residual.data_ptr()
+        odd = (grad_at | x_at | dx_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
+        if not launches or odd or rows_at % ALIGNED != self.rows_offset:
+            self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, moments, start)
+        else:
+            step, pitch = 4 * self.step, 4 * self.pitch
+            mean, d_weight = moments.data_ptr() + 4 * start, d_rows.data_ptr()
+            bias = rows_at + pitch if self.masked else None
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            addresses = (
+                rows_at, bias, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
+                mean, mean + step, mean + 2 * step, mean + 3 * step, None, None, None, None,
+                d_weight, d_weight + step, d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step,
+            )  # fmt: skip
+            if self.backward_scratch is None:
+                launches[0](stream, grad_at, x_at, y_at, dx_at, d_residual_at, *addresses)
+            else:
+                partial = torch.empty(self.backward_scratch.values, device=self.device)
+                sums = partial.data_ptr()
+                launches[0](stream, grad_at, x_at, y_at, d_residual_at, sums, rows_at, bias, mean, mean + step)
+                launches[1](stream, d_residual_at or grad_at, x_at, dx_at, sums, *addresses)
+        return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None
+
+    def _backward(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        dx: Tensor,
+        d_rows: Tensor,
+        d_residual: Tensor | None,
+        rows: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> None:
+        """The backward through checked launches, which build the kernels."""
+        weight, bias, *prior = rows.unbind(0)
+        kept = self.moments(moments, start)
+        affine = weight, bias if self.masked else None
+        parts: tuple[Tensor | None, ...] = *affine, *prior, *kept, *NOTHING, *d_rows.unbind(0)
+        given: list[tuple[Tensor | None, ...]]
+        if self.backward_scratch is None:
+            given = [(grad_y, x, y, dx, d_residual, *parts)]
+        else:
+            sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
+            masked = grad_y if d_residual is None else d_residual
+            given = [(grad_y, x, y, d_residual, sums, *affine, *kept[:2]), (masked, x, dx, sums, *parts)]
+        for launch, tensors in zip(self.backward_launches, given, strict=True):
+            launch(*tensors)
+        if not any(t is not None and t.data_ptr() % ALIGNED for t in (grad_y, x, y, dx, d_residual)):
+            direct = [launch.direct(*tensors) for launch, tensors in zip(self.backward_launches, given, strict=True)]
+            self.backward_direct = tuple(launch for launch in direct if launch is not None)
+            if len(self.backward_direct) < len(direct):
+                self.backward_direct = ()
+
+    def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Mean and variance of the posterior, then of the observation, each (G, C)."""
+        return moments[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)
+
+
+class Scratch:
+    """Memory between two launches: partial sums, then the number of values of each share."""
+
+    def __init__(self, groups: int, splits: int, K: int, channels: int) -> None:
+        self.shape, self.counts = (2, splits, groups, K, channels), (splits, groups)
+        values = 2 * splits * groups * K * channels
+        padded = -(-values // 4) * 4
+        self.sums, self.values = 4 * padded, padded + splits * groups
+        self.used = values
+
+    @classmethod
+    def of(cls, groups: int, splits: int, K: int, channels: int) -> Scratch | None:
+        """None if one launch is enough."""
+        return cls(groups, splits, K, channels) if splits else None
+
+    def split(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return memory[: self.used].view(self.shape), memory[self.sums // 4 :].view(self.counts)

@@ -1,0 +1,243 @@
+"""The short way through a training step: what is the same in every step is decided once.
+
+In the usual training step nobody watches, all norms train by themselves, and their priors come from bundles. Then a
+norm runs its prepared kernels on the rows that its bundle computed. Its moments go into memory that all norms of the
+bundle share, and the running statistics of all of them are updated from there when the forward ends. In every other
+case `normalize` returns None, and the norm takes the long way, which computes the same.
+
+A decision expires when a setting of any norm changes (`Changes`). Shapes, layouts, dtypes and the kind of gradient are
+part of the key of what is prepared. The addresses of buffers and parameters are compared in every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from kalmannorm._groups import group_size
+from kalmannorm._ops.dispatch import row_kernels_for, tracking_for
+from kalmannorm._ops.normalize.registered import memory_format_of
+from kalmannorm._ops.normalize.rows import RowKernels, normalize
+from kalmannorm._ops.track.request import TrackingRequest
+from kalmannorm._running.bundling import Call, Part
+from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_of
+from kalmannorm._support.activation_checkpoints import saved_tensors_hooked
+from kalmannorm._support.changes import Changes
+from kalmannorm._wiring.program import Context
+from kalmannorm.moments import Moments, closed
+
+KEPT = 256
+"""Shapes of x for which a norm keeps prepared kernels. After more, all are dropped."""
+
+
+def watched() -> bool:
+    """Whether a tracer, a dispatch mode, `torch.func`, forward mode or activation checkpointing must see every norm."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or saved_tensors_hooked()
+    )
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream as a number. -1 if another device is the current one: kernels could not be launched."""
+    if device.type != "cuda":
+        return 0
+    index = device.index
+    return torch._C._cuda_getCurrentRawStream(index) if torch._C._cuda_getDevice() == index else -1
+
+
+class Place:
+    """One call of a norm on the short way. `kernels` are prepared for the shapes that came, None if there are none."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        self.call, self.index = call, index
+        self.changes = -1  # the value of `Changes.count` for which `usable` holds
+        self.usable = False
+        self.kernels: dict[Any, RowKernels | None] = {}
+
+    def check(self, norm: Any) -> bool:
+        """Whether the norm, with its settings of now, can take the short way."""
+        if self.changes != Changes.count:
+            self.usable, self.changes = norm.takes_short_way(), Changes.count
+        return self.usable
+
+
+class Layout:
+    """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on."""
+
+    def __init__(self, groups: Sequence[int], channels: Sequence[int]) -> None:
+        self.groups, self.starts, self.total = groups, list[int](), 0
+        for size, count in zip(groups, channels, strict=True):
+            self.starts.append(self.total)
+            self.total += 4 * size * count  # a multiple of 16 bytes
+
+
+class ShortPart:
+    """A part of the model's bundles, with everything that its forwards on the short way share."""
+
+    def __init__(self, part: Part) -> None:
+        self.places = {call.identity: Place(call, index) for index, call in enumerate(part.calls)}
+        self.norms = [call.norm for call in part.calls]
+        self.channels = [norm.channels for norm in part.bundle.norms]
+        self.pitch = part.bundle.channels
+        self.layouts: dict[tuple[int, int], Layout] = {}  # by number of examples and `Changes.count`
+        self.tables: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, part: Part) -> ShortPart:
+        if part.short is None:
+            part.short = cls(part)
+        short: ShortPart = part.short
+        return short
+
+    def layout(self, examples: int) -> Layout:
+        key = examples, Changes.count
+        if key not in self.layouts:
+            if len(self.layouts) >= KEPT:
+                self.layouts.clear()
+            groups = [groups_of(norm.module(), examples) for norm in self.norms]
+            self.layouts[key] = Layout(groups, self.channels)
+        return self.layouts[key]
+
+
+class Block:
+    """The rows and the moments of one bundle in one forward."""
+
+    def __init__(self, part: ShortPart, rows: Sequence[Tensor], x: Tensor) -> None:
+        self.part, self.rows, self.examples = part, rows, x.shape[0]
+        self.layout = part.layout(self.examples)
+        self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
+        self.moments = torch.empty(self.layout.total, device=x.device, dtype=torch.float32)
+        self.ran = set[int]()
+        self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
+
+    def fits(self) -> bool:
+        """Whether the rows were computed for these groups."""
+        groups = self.layout.groups
+        return self.stream >= 0 and all(r.shape[1] == size for r, size in zip(self.rows, groups, strict=True))
+
+
+class ShortForward:
+    """One forward of a model, or of a part of it, on the short way. `memo` has the results of its bundles."""
+
+    def __init__(self, bundles: PriorBundles, memo: dict[Any, Any]) -> None:
+        self.bundles, self.memo = bundles, memo
+        self.blocks: dict[int, Block | None] = {}
+
+    def normalize(
+        self, call: int, target: int, norm: Any, x: Tensor, residual: Tensor | None, relu: bool
+    ) -> Tensor | None:
+        """The result of a norm, or None: it must take the long way."""
+        if x.__class__ is not Tensor or watched():
+            return None
+        number = self.bundles.of_call.get(call, -1)
+        if number not in self.blocks:
+            block = self._block(call, target, x)  # may build the bundles
+            number = self.bundles.of_call.get(call, -1)
+            self.blocks[number] = block
+        block = self.blocks[number]
+        if block is None or block.examples != x.shape[0] or block.gradients is not torch.is_grad_enabled():
+            return None
+        place, size = block.part.places[call], norm.statistics_batch_size or 0
+        index = place.index
+        if index in block.ran or not place.check(norm) or block.stream != stream_of(x.device):
+            return None
+        alike = None if residual is None else (residual.__class__, residual.shape, residual.stride(), residual.dtype)
+        key = x.shape, x.stride(), x.dtype, x.device, size, norm.eps, relu, alike
+        if key not in place.kernels:
+            if len(place.kernels) >= KEPT:
+                place.kernels.clear()
+            place.kernels[key] = prepare(norm, x, residual, relu, block)
+        kernels = place.kernels[key]
+        if kernels is None:
+            return None
+        start = block.layout.starts[index]
+        y = normalize(x, block.rows[index], residual, kernels, block.moments, start, size, norm.eps)
+        block.ran.add(index)
+        if norm.track_running_stats:
+            block.untracked[index] = kernels.values
+        if norm.then:
+            y = norm._finish(y, residual is not None or relu)
+        return y
+
+    def _block(self, call: int, target: int, x: Tensor) -> Block | None:
+        """Compute the bundle of a call, and memory for the moments of its norms."""
+        if x.dtype == torch.float64 or not closed.applicable():
+            return None
+        results = self.memo.setdefault((x.device.index, torch.is_grad_enabled()), Results())
+        self.bundles.fill(call, target, Context(x.device, torch.float32, {}, x.shape[0]), results)
+        number = self.bundles.of_call.get(call)
+        if number is None or call not in results.rows:
+            return None
+        part = self.bundles.parts[number]
+        block = Block(ShortPart.of(part), [results.rows[each.identity] for each in part.calls], x)
+        return block if block.fits() else None
+
+    def track(self) -> None:
+        """Update the running statistics of the norms that ran."""
+        for block in self.blocks.values():
+            if block is not None and block.untracked:
+                _track(block)
+
+
+def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Block) -> RowKernels | None:
+    """The kernels of a norm for x of this shape. None if it must take the long way."""
+    if x.dim() not in norm.input_dims or x.shape[1] != norm.num_features or x.numel() == 0:
+        return None
+    if not x.is_contiguous(memory_format=memory_format_of(x)) or not x.is_floating_point():
+        return None
+    if residual is not None:
+        same = residual.__class__ is Tensor and (residual.dtype, residual.device) == (x.dtype, x.device)
+        if not same or (residual.shape, residual.stride()) != (x.shape, x.stride()):
+            return None
+    if norm.track_running_stats and norm._launch(block.moments) is None:
+        return None
+    kind = row_kernels_for(x, norm.statistics_batch_size or 0)
+    if kind is None:
+        return None
+    kernels: RowKernels = kind(
+        x, norm.statistics_batch_size or 0, norm.eps, residual=residual is not None, relu=relu, pitch=block.part.pitch
+    )
+    return kernels
+
+
+def _track(block: Block) -> None:
+    untracked, block.untracked = block.untracked, {}
+    part, kernels = block.part, tracking_for(block.moments)
+    assert kernels is not None
+    key = block.layout, Changes.count, tuple(untracked.items())
+    together = part.tables.get(key)
+    if together is None or not together.applies([part.norms[index].buffers() for index in untracked]):
+        requests = [_request(block, index, values) for index, values in untracked.items()]
+        starts = [block.layout.starts[index] for index in untracked]
+        together = kernels.Together.of(requests, starts)
+        if together is None:  # in a capture nothing can be uploaded
+            with torch.no_grad():
+                for request in requests:
+                    kernels.track(request)
+            return
+        for other in [other for other, old in part.tables.items() if not old.captured()][: 1 - KEPT]:
+            part.tables.pop(other, None)
+        part.tables[key] = together
+    with torch.no_grad():
+        together.track(block.moments)
+
+
+def _request(block: Block, index: int, values: int) -> TrackingRequest:
+    norm: Any = block.part.norms[index].module()
+    start, groups, channels = block.layout.starts[index], block.layout.groups[index], block.part.channels[index]
+    mean, var, observed_mean, observed_var = (
+        block.moments[start : start + 4 * groups * channels].view(4, groups, channels).detach().unbind(0)
+    )
+    size = group_size(block.examples, norm.statistics_batch_size)
+    request: TrackingRequest = norm._tracking_request(
+        Moments(mean, var), Moments(observed_mean, observed_var), block.examples, size, values
+    )
+    return request

@@ -1,0 +1,53 @@
+"""The short way on any machine: on a GPU as it is, elsewhere with kernels on CPU tensors (in Triton's interpreter)."""
+
+from __future__ import annotations
+
+
+import torch
+
+from kalmannorm._ops import dispatch
+from kalmannorm._running import prior_bundles
+from kalmannorm._running.short_way import ShortForward
+
+
+def use_kernels_on_the_cpu(monkeypatch):
+    """As if the CPU were a GPU with Triton. Nothing changes where there is a GPU."""
+    if torch.cuda.is_available():
+        return
+    from kalmannorm._ops.normalize import registered, triton_run
+    from kalmannorm._ops.propagate import triton_bundle
+
+    def kernels_for(x, size):
+        fits = x.dtype in dispatch.DTYPES and x.numel() > 0
+        return triton_run if fits else dispatch.aten
+
+    monkeypatch.setattr(dispatch, "kernels_for", kernels_for)
+    monkeypatch.setattr(registered, "kernels_for", kernels_for)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(prior_bundles, "_runner", lambda bundle, context, tensors: triton_bundle)
+    monkeypatch.setattr(triton_run, "processors_of", lambda x: 8)
+    monkeypatch.setattr("kalmannorm._ops.normalize.triton_rows.processors_of", lambda x: 8)
+
+
+def the_long_way(monkeypatch, work, *args):
+    """`work` without the short way."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ShortForward, "normalize", lambda *_: None)
+        return work(*args)
+
+
+def count_short(monkeypatch):
+    """A list that gets every norm that takes the short way from now on."""
+    taken = []
+    original = ShortForward.normalize
+
+    def normalize(self, call, target, norm, x, residual, relu):
+        y = original(self, call, target, norm, x, residual, relu)
+        if y is not None:
+            taken.append(norm)
+        return y
+
+    monkeypatch.setattr(ShortForward, "normalize", normalize)
+    return taken
+
+
