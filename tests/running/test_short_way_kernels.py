@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from kalmannorm import convert
 from kalmannorm._model.settings import norms
 from support.bundled_nets import IMAGE, Blocks, Branches, converted
 from support.poisoned import DEVICE

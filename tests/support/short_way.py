@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from kalmannorm._ops import dispatch
@@ -49,5 +48,3 @@ def count_short(monkeypatch):
 
     monkeypatch.setattr(ShortForward, "normalize", normalize)
     return taken
-
-

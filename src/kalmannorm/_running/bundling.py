@@ -55,6 +55,8 @@ class Part:
     steps: list[int]  # the steps whose results the bundle returns for later bundles
     given: list[int]  # steps that must be evaluated before the bundle
     watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
+    groups: tuple[Any, list[int]] | None = None  # the number of groups of each norm, and what it depends on
+    fitting: tuple[torch.device, list[Tensor], list[int]] | None = None  # tensors of the last forward, their addresses
     short: Any = None  # what forwards on the short way share
 
 

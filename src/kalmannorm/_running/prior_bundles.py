@@ -12,8 +12,9 @@ more than computing the bundle again, so nothing is kept there.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Values
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._running.bundling import Call, Part, parts_of
+from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
 from kalmannorm.moments import Moments, closed
@@ -118,7 +120,7 @@ class PriorBundles:
 
     def _outdated(self) -> bool:
         steps = self.program.steps
-        return any(steps[i] is not step for part in self.parts for i, step in part.watched)
+        return True in [steps[i] is not step for part in self.parts for i, step in part.watched]
 
     def _build(self, context: Context) -> None:
         def measure(step: int) -> int:
@@ -149,8 +151,7 @@ class PriorBundles:
         if tensors is None:
             return
         run = _runner(part.bundle, context, tensors)
-        groups = [groups_of(call.norm.module(), context.examples) for call in part.calls]
-        outputs = self._outputs(number, run, tensors, groups, context)
+        outputs = self._outputs(number, run, tensors, groups_in(part, context), context)
         calls, steps = len(part.calls), len(part.steps)
         for call, rows in zip(part.calls, outputs[:calls], strict=True):
             results.rows[call.identity] = rows
@@ -163,9 +164,8 @@ class PriorBundles:
         """The rows of the norms (5, G, C), then the means and the variances of the other results."""
         bundle = self.parts[number].bundle
         with full_precision(context.device), on_device_of(tensors[0]):
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                made: tuple[Tensor, ...] = _Bundled.apply(bundle, run, context.dtype, groups, *tensors)  # type: ignore[no-untyped-call]
-                return made
+            if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+                return _bundled(bundle, run, context.dtype, groups, *tensors)
             keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
             known = self.cached.get(number) if keep else None
             if known is not None and _same(known, tensors):
@@ -182,7 +182,7 @@ class PriorBundles:
 
 def _spread(bundle: Bundle, rows: Tensor, groups: Sequence[int]) -> Sequence[Tensor]:
     """Divide rows (5, channels) among the norms, each (5, G, C). The rows of all groups are the same memory."""
-    sizes = [norm.channels for norm in bundle.norms]
+    sizes = bundle.widths
     if len(set(groups)) == 1:
         return rows.unsqueeze(1).expand(-1, groups[0], -1).split(sizes, 2)  # type: ignore[no-any-return, no-untyped-call]
     parts = rows.unsqueeze(1).split(sizes, 2)  # type: ignore[no-untyped-call]
@@ -207,6 +207,14 @@ def _summed(bundle: Bundle, grads: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat([grad.sum(1) for grad in there], 1)
 
 
+def groups_in(part: Part, context: Context) -> list[int]:
+    """The number of groups of each norm, counted again if a setting of a norm has changed."""
+    key, known = (context.examples, Changes.count), part.groups
+    if known is None or known[0] != key:
+        known = part.groups = key, [groups_of(call.norm.module(), context.examples) for call in part.calls]
+    return known[1]
+
+
 def groups_of(norm: Any, examples: int) -> int:
     """The number of groups of a norm in training. In other modes one row is enough."""
     if not norm.training or norm.frozen or examples == 0:
@@ -216,18 +224,35 @@ def groups_of(norm: Any, examples: int) -> int:
 
 def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:
     """The current tensors of a bundle. None if they do not fit the bundle."""
-    found: list[Tensor] = []
-    for source in part.sources:
-        owner = source.owner
-        tensor: Any = results[source.step][source.part] if owner is None else owner.tensor(source.name)
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != source.shape:
-            return None
-        if tensor.device != context.device or not tensor.dtype.is_floating_point:
-            return None
-        if tensor.data_ptr() == 0:
-            return None
-        found.append(tensor)
+    found, owned = list[Any](), list[Any]()
+    for shape, owner, name, step, piece in part.sources:
+        if owner is None:
+            tensor = results[step][piece]
+            if not _fits(tensor, shape, context):
+                return None
+            found += (tensor,)
+        else:
+            module = owner.reference()
+            stored = module is not None and name in module._parameters
+            owned += (module._parameters[name] if stored else owner.tensor(name),)  # type: ignore[union-attr]
+            found += owned[-1:]
+    # The same tensors fit again, unless someone gave them other memory, as FSDP does with `p.data`.
+    known = part.fitting
+    same = known is not None and known[0] == context.device and all(map(operator.is_, owned, known[1]))
+    if known is not None and same and list(map(Tensor.data_ptr, owned)) == known[2]:
+        return found
+    part.fitting = None
+    shapes = [source.shape for source in part.sources if source.owner is not None]
+    if not all(_fits(tensor, shape, context) for tensor, shape in zip(owned, shapes, strict=True)):
+        return None
+    part.fitting = context.device, owned, [tensor.data_ptr() for tensor in owned]
     return found
+
+
+def _fits(tensor: Any, shape: tuple[int, ...], context: Context) -> bool:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != shape or tensor.device != context.device:
+        return False
+    return bool(tensor.dtype.is_floating_point and tensor.data_ptr() != 0)
 
 
 def _same(known: _Cached, tensors: list[Tensor]) -> bool:
@@ -299,10 +324,17 @@ class _Bundled(torch.autograd.Function):
             saved = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
-            arrived = sum(1 << bit for bit, grad in enumerate(grad_rows) if grad is not None)
-            arrived |= sum(1 << bit for bit, pair in enumerate(pairs, norms) if pair != (None, None))
+            arrived = 0
+            for bit, grad in enumerate(grad_rows):
+                arrived |= 0 if grad is None else 1 << bit
+            for bit, (mean, var) in enumerate(pairs, norms):
+                arrived |= 0 if mean is None and var is None else 1 << bit
             needed = zip(ctx.needs_input_grad[4:], bundle.masks, strict=True)
-            asked = [wanted and bool(mask & arrived) for wanted, mask in needed]
+            asked = [wanted and mask & arrived != 0 for wanted, mask in needed]
             values = Values(entries, entries, saved)
             summed = _summed(bundle, grad_rows)
             return *nothing, *ctx.run.backward(bundle, tensors, values, summed, pairs, asked)
+
+
+_bundled: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Bundled).apply
+"""`_Bundled.apply` without its checks for `torch.func`, under which bundles do not run."""

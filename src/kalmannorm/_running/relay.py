@@ -303,7 +303,7 @@ class Wire(Complete):
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The whole forward of the norm on the short way. None if it must take the long way."""
         forward, target = self.relay.state.short, self.targets[0]
-        if forward is None or target is None or len(self.calls) > 1:
+        if forward is None or target is None or len(self.calls) > 1 or self.sources[0]:
             return None
         return forward.normalize(self.calls[0], target, norm, x, residual, relu)
 

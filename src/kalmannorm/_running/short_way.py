@@ -24,7 +24,7 @@ from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.rows import RowKernels, normalize
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.bundling import Call, Part
-from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_of
+from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._support.activation_checkpoints import saved_tensors_hooked
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.program import Context
@@ -87,7 +87,7 @@ class ShortPart:
         self.norms = [call.norm for call in part.calls]
         self.channels = [norm.channels for norm in part.bundle.norms]
         self.pitch = part.bundle.channels
-        self.layouts: dict[tuple[int, int], Layout] = {}  # by number of examples and `Changes.count`
+        self.layouts: dict[tuple[int, ...], Layout] = {}  # by the numbers of groups
         self.tables: dict[Any, Any] = {}
 
     @classmethod
@@ -97,12 +97,11 @@ class ShortPart:
         short: ShortPart = part.short
         return short
 
-    def layout(self, examples: int) -> Layout:
-        key = examples, Changes.count
+    def layout(self, groups: Sequence[int]) -> Layout:
+        key = tuple(groups)
         if key not in self.layouts:
             if len(self.layouts) >= KEPT:
                 self.layouts.clear()
-            groups = [groups_of(norm.module(), examples) for norm in self.norms]
             self.layouts[key] = Layout(groups, self.channels)
         return self.layouts[key]
 
@@ -110,18 +109,13 @@ class ShortPart:
 class Block:
     """The rows and the moments of one bundle in one forward."""
 
-    def __init__(self, part: ShortPart, rows: Sequence[Tensor], x: Tensor) -> None:
+    def __init__(self, part: ShortPart, rows: Sequence[Tensor], groups: Sequence[int], x: Tensor) -> None:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
-        self.layout = part.layout(self.examples)
+        self.layout = part.layout(groups)
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=torch.float32)
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
-
-    def fits(self) -> bool:
-        """Whether the rows were computed for these groups."""
-        groups = self.layout.groups
-        return self.stream >= 0 and all(r.shape[1] == size for r, size in zip(self.rows, groups, strict=True))
 
 
 class ShortForward:
@@ -169,16 +163,21 @@ class ShortForward:
 
     def _block(self, call: int, target: int, x: Tensor) -> Block | None:
         """Compute the bundle of a call, and memory for the moments of its norms."""
-        if x.dtype == torch.float64 or not closed.applicable():
+        if row_kernels_for(x, 0) is None or not closed.applicable():
             return None
         results = self.memo.setdefault((x.device.index, torch.is_grad_enabled()), Results())
-        self.bundles.fill(call, target, Context(x.device, torch.float32, {}, x.shape[0]), results)
+        if not isinstance(results, Results):
+            return None
+        context = Context(x.device, torch.float32, {}, x.shape[0])
+        self.bundles.fill(call, target, context, results)
         number = self.bundles.of_call.get(call)
         if number is None or call not in results.rows:
             return None
         part = self.bundles.parts[number]
-        block = Block(ShortPart.of(part), [results.rows[each.identity] for each in part.calls], x)
-        return block if block.fits() else None
+        rows, groups = [results.rows[each.identity] for each in part.calls], groups_in(part, context)
+        # A norm that took the long way may have made the rows, for another number of examples.
+        fits = rows[0].dtype == torch.float32 and [each.shape[1] for each in rows] == groups
+        return Block(ShortPart.of(part), rows, groups, x) if fits and stream_of(x.device) >= 0 else None
 
     def track(self) -> None:
         """Update the running statistics of the norms that ran."""
@@ -214,7 +213,8 @@ def _track(block: Block) -> None:
     assert kernels is not None
     key = block.layout, Changes.count, tuple(untracked.items())
     together = part.tables.get(key)
-    if together is None or not together.applies([part.norms[index].buffers() for index in untracked]):
+    owners = [part.norms[index].module()._buffers for index in untracked]  # type: ignore[union-attr]
+    if together is None or not together.applies(owners):
         requests = [_request(block, index, values) for index, values in untracked.items()]
         starts = [block.layout.starts[index] for index in untracked]
         together = kernels.Together.of(requests, starts)

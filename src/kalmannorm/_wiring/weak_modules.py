@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+
+def _nothing() -> None:
+    return None
 
 
 class WeakModule:
     """A module that is kept alive elsewhere, and its tensors by name."""
 
     def __init__(self, module: nn.Module | None) -> None:
-        self._reference = None if module is None else weakref.ref(module)
+        self.reference: Callable[[], nn.Module | None] = _nothing if module is None else weakref.ref(module)
         self._tensors: tuple[dict[str, Any], ...] = ()
         self.hold()
 
@@ -29,7 +34,7 @@ class WeakModule:
 
     def module(self) -> nn.Module | None:
         """The module, or None if it was deleted."""
-        return None if self._reference is None else self._reference()
+        return self.reference()
 
     def tensor(self, name: str) -> Any:
         """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
@@ -48,10 +53,6 @@ class WeakModule:
         """A parameter stored in the module. None if there is none of that name, or if it is computed."""
         return self._tensors[0].get(name) if self._tensors else None
 
-    def buffers(self) -> dict[str, Any]:
-        """The buffers of the module by name."""
-        return self._tensors[1]
-
     def identity(self) -> int:
         """A number for the module. It stays valid after the module is deleted."""
         return id(self._tensors[0]) if self._tensors else id(None)
@@ -66,4 +67,4 @@ class WeakModule:
 
     def __setstate__(self, state: tuple[nn.Module | None, tuple[dict[str, Any], ...]]) -> None:
         module, self._tensors = state
-        self._reference = None if module is None else weakref.ref(module)
+        self.reference = _nothing if module is None else weakref.ref(module)

@@ -57,7 +57,7 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, rows, moments, y = ctx.saved_tensors
         kernels = ctx.kernels
-        if torch.is_grad_enabled() or grad_y.__class__ is not Tensor or watched(x):
+        if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
             gradients = _through_the_op(ctx, grad_y, x, rows, moments, y)
         else:
             gradients = kernels.backward(grad_y, x, y, rows, moments, ctx.start)

@@ -142,8 +142,7 @@ def affine_places(bundle: Bundle) -> Tensor:
 
 def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:
     """Gradients of γ and β of all norms. Those that are also beliefs are replaced later by their sums."""
-    sizes = [norm.channels for norm in bundle.norms]
-    parts = torch.split(grad_rows[: BIAS + 1].reshape(-1), sizes + sizes)
+    parts = grad_rows[: BIAS + 1].reshape(-1).split_with_sizes(bundle.widths + bundle.widths)
     places = [norm.weight for norm in bundle.norms] + [norm.bias for norm in bundle.norms]
     for place, part in zip(places, parts, strict=True):
         if place is not None:

@@ -19,6 +19,7 @@ the tensor gets no gradient.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,11 +128,21 @@ class Bundle:
     masks: list[int]  # for each tensor: the results that need it, one bit each
     tables: dict[Any, Any] = field(default_factory=dict)  # caches of `aten` and `triton_bundle`, by device
 
-    @property
+    @functools.cached_property
     def leaves(self) -> int:
         return sum(belief.size for belief in self.beliefs) + sum(given.size for given in self.given)
 
-    @property
+    @functools.cached_property
+    def believed(self) -> int:
+        """Entries of all beliefs."""
+        return sum(belief.size for belief in self.beliefs)
+
+    @functools.cached_property
+    def widths(self) -> list[int]:
+        """The number of channels of each norm."""
+        return [norm.channels for norm in self.norms]
+
+    @functools.cached_property
     def channels(self) -> int:
         """Channels of all norms together."""
         return sum(norm.channels for norm in self.norms)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from kalmannorm._filter import GAIN_MARGIN
 from kalmannorm._ops.grid import blocks_of
@@ -51,9 +52,10 @@ def _tables(bundle: Bundle, device: torch.device) -> Tables:
 
 def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
     """The table of layers. It is written again if the address or the strides of a weight are new."""
-    places = [(tensors[layer.weight], wanted[layer.weight]) for layer in tables.layers]
-    biases = tuple(tensors[layer.bias].data_ptr() for layer in tables.layers if layer.bias is not None)
-    key = tuple((t.data_ptr(), t.stride(), want) for t, want in places), biases
+    weights = [tensors[layer.weight] for layer in tables.layers]
+    biases = [tensors[layer.bias] for layer in tables.layers if layer.bias is not None]
+    wants = [wanted[layer.weight] for layer in tables.layers]
+    key = *map(Tensor.data_ptr, weights), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wants
     bound = tables.bound.get(key)
     if bound is None:
         with torch.inference_mode(False):
@@ -68,13 +70,12 @@ def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bo
 
 def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> Tensor:
     """Zeros or ones. They are created once and kept, because a captured graph reads them."""
-    key = value, device
+    key = value, size, device
     if key not in bundle.tables:
         with torch.inference_mode(False):
-            most = max(bundle.entries, bundle.channels, size)
-            bundle.tables[key] = torch.full((most,), value, device=device)
+            bundle.tables[key] = torch.full((size,), value, device=device)
     constant: Tensor = bundle.tables[key]
-    return constant[:size]
+    return constant
 
 
 def _weights(bundle: Bundle, device: torch.device) -> Tensor:
@@ -85,39 +86,39 @@ def _weights(bundle: Bundle, device: torch.device) -> Tensor:
     return weights
 
 
-def _flat(bundle: Bundle, tensors: Tensors, device: torch.device) -> Tensor:
-    """All small tensors, concatenated: β and given means, γ and given variances, logits of gains."""
+def _small(bundle: Bundle) -> list[tuple[int | None, int, float]]:
+    """All small tensors in the order of `flat`: β and given means, γ and given variances, logits of gains.
 
-    def part(place: int | None, size: int, missing: float) -> Tensor:
-        return _constant(bundle, missing, size, device) if place is None else _row(tensors[place])
-
-    means = [part(each.bias, each.size, 0.0) for each in bundle.beliefs]
-    spreads = [part(each.weight, each.size, 1.0) for each in bundle.beliefs]
-    means += [_row(tensors[each.mean]) for each in bundle.given]
-    spreads += [_row(tensors[each.var]) for each in bundle.given]
-    return torch.cat([*means, *spreads, *(_row(tensors[norm.logit]) for norm in bundle.norms)])
-
-
-def _row(tensor: Tensor) -> Tensor:
-    """The tensor as (C,). No view is made if it already has this shape."""
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    Each is a position in the list of tensors. If it is None, the last two numbers are a size and a constant.
+    """
+    if "small" not in bundle.tables:
+        listed = [(each.bias, each.size, 0.0) for each in bundle.beliefs]
+        listed += [(each.mean, each.size, 0.0) for each in bundle.given]
+        listed += [(each.weight, each.size, 1.0) for each in bundle.beliefs]
+        listed += [(each.var, each.size, 0.0) for each in bundle.given]
+        bundle.tables["small"] = listed + [(norm.logit, norm.logits, 0.0) for norm in bundle.norms]
+    small: list[tuple[int | None, int, float]] = bundle.tables["small"]
+    return small
 
 
-def _beliefs(bundle: Bundle) -> int:
-    return sum(each.size for each in bundle.beliefs)
+def _read(bundle: Bundle, tensors: Tensors, places: list[tuple[int | None, int, float]], device: torch.device) -> Any:
+    return [
+        _constant(bundle, missing, size, device) if place is None else tensors[place] for place, size, missing in places
+    ]
 
 
 def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
     tables = _tables(bundle, device)
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
     type_of = _type(tables, tensors)
-    flat, channels = _flat(bundle, tensors, device), tables.logits.numel()
+    flat: Tensor = _flatten_dense_tensors(_read(bundle, tensors, _small(bundle), device))  # type: ignore[no-untyped-call]
+    channels = bundle.channels
     E, leaves = bundle.entries, bundle.leaves
     entries = torch.empty((2, E), device=device, dtype=torch.float32)
     gains = torch.empty(channels, device=device, dtype=torch.float32)
     sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
     ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK)(
-        flat, entries, gains, tables.logits, E, leaves, _beliefs(bundle), channels, GAIN_MARGIN
+        flat, entries, gains, tables.logits, E, leaves, bundle.believed, channels, GAIN_MARGIN
     )
     slopes: list[Tensor] = []
     for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
@@ -155,16 +156,12 @@ def _type(tables: Tables, tensors: Tensors) -> Any:
 def rows(bundle: Bundle, tensors: Tensors, values: Values) -> Tensor:
     """The rows of all norms, (5, channels)."""
     device = values.entries.device
+    if "affine" not in bundle.tables:
+        weights = [(norm.weight, norm.channels, 1.0) for norm in bundle.norms]
+        bundle.tables["affine"] = weights + [(norm.bias, norm.channels, 0.0) for norm in bundle.norms]
     priors = values.entries.index_select(1, _tables(bundle, device).priors)
-    parts = [
-        _constant(bundle, 1.0, norm.channels, device) if norm.weight is None else tensors[norm.weight]
-        for norm in bundle.norms
-    ]
-    parts += [
-        _constant(bundle, 0.0, norm.channels, device) if norm.bias is None else tensors[norm.bias]
-        for norm in bundle.norms
-    ]
-    return torch.cat([*parts, priors.view(-1), values.gains]).view(ROWS, -1)
+    affine = _read(bundle, tensors, bundle.tables["affine"], device)
+    return torch.cat([*affine, priors.view(-1), values.gains]).view(ROWS, -1)
 
 
 def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
@@ -227,7 +224,7 @@ def backward(
     small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
     options = {"ROWS": grad_rows is not None, "BLOCK": BLOCK}
     ready(leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, **options)(
-        flat, small, grad_rows, tables.affine, *uses, leaves, _beliefs(bundle)
+        flat, small, grad_rows, tables.affine, *uses, leaves, bundle.believed
     )
     found: list[Tensor | None] = [None] * len(tensors)
     if grad_rows is not None:
@@ -235,7 +232,11 @@ def backward(
             flat, small, grad_rows[GAIN], tables.gains, 2 * leaves, GAIN_MARGIN
         )
         affine_gradients(bundle, tensors, grad_rows, found)
-    _unflattened(bundle, tensors, small, found)
+    places = _small(bundle)
+    parts = _unflatten_dense_tensors(small, _read(bundle, tensors, places, device))  # type: ignore[no-untyped-call]
+    for (place, _, _), part in zip(places, parts, strict=True):
+        if place is not None:
+            found[place] = part if tensors[place].dtype == torch.float32 else part.to(tensors[place].dtype)
     for layer, start in zip(tables.layers, bound.starts, strict=True):
         weight = tensors[layer.weight]
         if start is not None:
@@ -247,17 +248,3 @@ def backward(
 
 def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:
     return tensors[tables.layers[0].weight].dtype if tables.layers else torch.float32
-
-
-def _unflattened(bundle: Bundle, tensors: Tensors, small: Tensor, found: list[Tensor | None]) -> None:
-    """Split gradients in the order of `_flat`, and assign each part to its tensor."""
-    places: list[tuple[int | None, int]] = [(each.bias, each.size) for each in bundle.beliefs]
-    places += [(each.mean, each.size) for each in bundle.given]
-    places += [(each.weight, each.size) for each in bundle.beliefs]
-    places += [(each.var, each.size) for each in bundle.given]
-    places += [(norm.logit, norm.logits) for norm in bundle.norms]
-    for (place, _), part in zip(places, torch.split(small, [size for _, size in places]), strict=True):
-        if place is not None:
-            shape, dtype = tensors[place].shape, tensors[place].dtype
-            part = part if len(shape) == 1 else part.view(shape)
-            found[place] = part if dtype == torch.float32 else part.to(dtype)
