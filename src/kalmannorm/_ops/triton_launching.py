@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -114,14 +114,65 @@ class Ready:
             self.built[tuple(kinds)] = compiled[(*self.grid, 1, 1)[:3]]
             self.compiled[tuple(kinds)] = compiled
 
-    def direct(self, *given: Tensor | None) -> Direct | None:
+    def direct(self, *given: Tensor | float | None) -> Direct | None:
         """A launch on addresses, for tensors of the same dtypes, alignments and device as these. None: there is none.
 
-        It exists only after a call with such tensors. It is faster, because nothing is checked.
+        It exists only after a call with such tensors and the same numbers. It is faster, because nothing is checked.
         """
-        kinds = tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNED == 0, t.get_device()) for t in given)
+        kinds = tuple(
+            (t.dtype, t.data_ptr() % ALIGNED == 0, t.get_device()) if isinstance(t, Tensor) else t for t in given
+        )
         compiled = self.compiled.get(kinds)
         return None if compiled is None else direct_launch(compiled, (*self.grid, 1, 1)[:3], self.settled)
+
+
+class At(NamedTuple):
+    """A place in memory that changes from run to run: the number of the tensor, and an offset in float32 values."""
+
+    tensor: int
+    offset: int = 0
+
+
+class LaunchList:
+    """Launches that always follow one another, on the same tables and on memory that changes from run to run.
+
+    The arguments of a launch are those of `Ready`, or `At` for a place in the memory.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[Ready, tuple[Tensor | At | float | None, ...]]] = []
+        self.direct: list[tuple[Direct, list[tuple[int, float | None]]]] = []
+
+    def add(self, launch: Ready, *given: Tensor | At | float | None) -> None:
+        self.listed.append((launch, given))
+
+    def run(self, *memory: Tensor) -> None:
+        """Make all launches on this memory. Each tensor is contiguous."""
+        addresses = [0, *map(Tensor.data_ptr, memory)]
+        aligned = max(address % ALIGNED for address in addresses) == 0
+        if self.direct and aligned:
+            stream = torch._C._cuda_getCurrentRawStream(memory[0].get_device())
+            for launch, places in self.direct:
+                launch(stream, *[None if start is None else addresses[base] + start for base, start in places])
+            return
+        flat = [tensor.view(-1) for tensor in memory]
+        given = [
+            [flat[each.tensor][each.offset :] if isinstance(each, At) else each for each in arguments]
+            for _, arguments in self.listed
+        ]
+        for (launch, _), arguments in zip(self.listed, given, strict=True):
+            launch(*arguments)
+        found = [launch.direct(*arguments) for (launch, _), arguments in zip(self.listed, given, strict=True)]
+        if aligned and None not in found:
+            placed = [list(map(_place, arguments)) for _, arguments in self.listed]
+            self.direct = [(launch, each) for launch, each in zip(found, placed, strict=True) if launch is not None]
+
+
+def _place(given: Tensor | At | float | None) -> tuple[int, float | None]:
+    """The number of a base address, 0 for none, and what is added to it."""
+    if isinstance(given, At):
+        return 1 + given.tensor, 4 * given.offset
+    return 0, given.data_ptr() if isinstance(given, Tensor) else given
 
 
 @functools.lru_cache(maxsize=KEPT)

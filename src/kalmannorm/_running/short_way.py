@@ -152,8 +152,8 @@ class ShortForward:
         kernels = place.kernels[key]
         if kernels is None:
             return None
-        start = block.layout.starts[index]
-        y = normalize(x, block.rows[index], residual, kernels, block.moments, start, size, norm.eps)
+        run = kernels, block.moments, block.layout.starts[index]
+        y = normalize(x, block.rows[index], residual, run)
         block.ran.add(index)
         if norm.track_running_stats:
             block.untracked[index] = kernels.values

@@ -23,6 +23,8 @@ class RowKernels(Protocol):
     masked: bool
     residual: bool
     values: int
+    size: int
+    eps: float
 
     def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int) -> Tensor: ...
 
@@ -33,35 +35,34 @@ class RowKernels(Protocol):
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
+Run = tuple[RowKernels, Tensor, int]
+"""The kernels, the memory for the moments, and where those of this norm begin."""
+
+
 class Normalize(torch.autograd.Function):
     """y from x, rows (5, G, C) and a residual. The moments are written into memory that many norms share."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        kernels: RowKernels,
-        moments: Tensor,
-        start: int,
-        size: int,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Run) -> Tensor:
+        kernels, moments, start = run
         y = kernels.forward(x, rows, residual, moments, start)
-        ctx.kernels, ctx.start, ctx.size, ctx.eps = kernels, start, size, eps
-        ctx.save_for_backward(x, rows, moments, y if kernels.keeps_output else None)
+        ctx.kernels, ctx.start = kernels, start
+        if kernels.keeps_output:
+            ctx.save_for_backward(x, rows, moments, y)
+        else:
+            ctx.save_for_backward(x, rows, moments)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, rows, moments, y = ctx.saved_tensors
         kernels = ctx.kernels
+        x, rows, moments, *rest = ctx.saved_tensors
+        y = rest[0] if rest else None
         if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
             gradients = _through_the_op(ctx, grad_y, x, rows, moments, y)
         else:
             gradients = kernels.backward(grad_y, x, y, rows, moments, ctx.start)
-        return *gradients, None, None, None, None, None
+        return *gradients, None
 
 
 def _through_the_op(
@@ -73,7 +74,7 @@ def _through_the_op(
     relu = kernels.masked or kernels.keeps_output
     given = BackwardInputs(
         Results(grad_y, None, None, None, None),
-        Inputs(x, mean, var, gain, weight, bias if kernels.masked else None, ctx.size, ctx.eps, None, relu),
+        Inputs(x, mean, var, gain, weight, bias if kernels.masked else None, kernels.size, kernels.eps, None, relu),
         Results(y, *kept),
         rows.shape[1],
     )

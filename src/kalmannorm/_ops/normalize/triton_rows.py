@@ -28,7 +28,7 @@ class TritonRows:
         self.groups, self.channels = shape.groups, shape.C
         self.values = x.numel() // shape.C  # per channel
         self.device, self.index = x.device, x.device.index
-        self.strides = x.stride()
+        self.strides, self.size, self.eps = x.stride(), size, eps
         self.residual, self.keeps_output = residual, residual and relu
         mask = 0 if relu and not residual else None  # the backward reads β only for the mask of a ReLU
         strides = RowStrides(0, 0, 0, 0, 1)

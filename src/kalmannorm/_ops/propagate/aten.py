@@ -141,13 +141,18 @@ def affine_places(bundle: Bundle) -> Tensor:
 
 
 def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:
-    """Gradients of γ and β of all norms. Those that are also beliefs are replaced later by their sums."""
-    parts = grad_rows[: BIAS + 1].reshape(-1).split_with_sizes(bundle.widths + bundle.widths)
-    places = [norm.weight for norm in bundle.norms] + [norm.bias for norm in bundle.norms]
-    for place, part in zip(places, parts, strict=True):
-        if place is not None:
-            dtype = tensors[place].dtype
-            found[place] = part if part.dtype == dtype else part.to(dtype)
+    """Gradients of γ and β of the norms that are no beliefs of the bundle."""
+    if "alone" not in bundle.tables:
+        believed = {place for belief in bundle.beliefs for place in (belief.bias, belief.weight)}
+        alone, start = list[tuple[int, int, int, int]](), 0
+        for norm in bundle.norms:
+            for row, place in ((WEIGHT, norm.weight), (BIAS, norm.bias)):
+                if place is not None and place not in believed:
+                    alone.append((place, row, start, start + norm.channels))
+            start += norm.channels
+        bundle.tables["alone"] = alone
+    for place, row, start, stop in bundle.tables["alone"]:
+        found[place] = grad_rows[row, start:stop].to(tensors[place].dtype)
 
 
 def _work(each: Elementwise | Layer, stop: int, device: torch.device) -> _Work:

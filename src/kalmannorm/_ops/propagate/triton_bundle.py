@@ -8,7 +8,7 @@ and a tape for each stage, and the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -23,7 +23,7 @@ from kalmannorm._ops.propagate import triton_leaves as leaves_of
 from kalmannorm._ops.propagate.aten import Tensors, Values, affine_gradients
 from kalmannorm._ops.propagate.bundle import GAIN, PRIOR_MEAN, PRIOR_VAR, ROWS, Bundle
 from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
-from kalmannorm._ops.triton_launching import ready
+from kalmannorm._ops.triton_launching import At, LaunchList, ready
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
 
@@ -107,35 +107,78 @@ def _read(bundle: Bundle, tensors: Tensors, places: list[tuple[int | None, int, 
     ]
 
 
+class _Room:
+    """Divides one tensor of float32 values: `take` returns the offset of the next `size` values, in 16 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, size: int) -> int:
+        start = self.size
+        self.size += -(-size // 4) * 4
+        return start
+
+
+class _Forward(NamedTuple):
+    """The launches of a forward. Their memory: one tensor for all that they compute, and the small tensors."""
+
+    launches: LaunchList
+    size: int
+    gains: int
+    sums: int
+    slopes: list[int]
+
+
+class _Backward(NamedTuple):
+    """The launches of a backward. Their memory: that of the forward, its own, gradients of weights and of rows."""
+
+    launches: LaunchList
+    size: int
+    gathered: int
+    small: int
+
+
 def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
     tables = _tables(bundle, device)
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
-    type_of = _type(tables, tensors)
+    how = _forward(bundle, tables, bound, _type(tables, tensors), gradients)
     flat: Tensor = _flatten_dense_tensors(_read(bundle, tensors, _small(bundle), device))  # type: ignore[no-untyped-call]
-    channels = bundle.channels
-    E, leaves = bundle.entries, bundle.leaves
-    entries = torch.empty((2, E), device=device, dtype=torch.float32)
-    gains = torch.empty(channels, device=device, dtype=torch.float32)
-    sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
-    ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK)(
-        flat, entries, gains, tables.logits, E, leaves, bundle.believed, channels, GAIN_MARGIN
-    )
-    slopes: list[Tensor] = []
-    for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
-        for tape in tapes:
-            T = tape.instructions[0].numel()
-            if gradients:
-                slopes.append(torch.empty((4, T), device=device, dtype=torch.float32))
-            ready(moments.tape_kernel, (tape.depths.numel(),), device, SLOPES=gradients, **_options(tape))(
-                entries, E, slopes[-1] if gradients else None, T, *tape.instructions, tape.offsets, tape.depths,
-                tables.numbers, _weights(bundle, device),
-            )  # fmt: skip
-        for tile, grouped, work in stage.forward:
-            options = tile._asdict() | {"TYPE": type_of, "GROUPED": grouped}
-            ready(layers.layers_kernel, (work.shape[0],), device, **options)(
-                entries, sums, bound.table, work, tables.index, tables.geometry, E
-            )
-    return Values(entries, gains, [(sums, flat, *slopes)])
+    memory = torch.empty(how.size, device=device, dtype=torch.float32)
+    how.launches.run(memory, flat)
+    entries = memory[: 2 * bundle.entries].view(2, -1)
+    return Values(entries, memory[how.gains : how.gains + bundle.channels], [(memory, flat)])
+
+
+def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradients: bool) -> _Forward:
+    key = "forward", gradients, type_of
+    if key not in bound.launches:
+        launches, room, device = LaunchList(), _Room(), tables.numbers.device
+        E, leaves, channels = bundle.entries, bundle.leaves, bundle.channels
+        entries, gains, sums = At(0, room.take(2 * E)), At(0, room.take(channels)), At(0, room.take(tables.sums))
+        launches.add(
+            ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK),
+            At(1), entries, gains, tables.logits, E, leaves, bundle.believed, channels, GAIN_MARGIN,
+        )  # fmt: skip
+        slopes = list[int]()
+        for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
+            for tape in tapes:
+                T = tape.instructions[0].numel()
+                if gradients:
+                    slopes.append(room.take(4 * T))
+                launches.add(
+                    ready(moments.tape_kernel, (tape.depths.numel(),), device, SLOPES=gradients, **_options(tape)),
+                    entries, E, At(0, slopes[-1]) if gradients else None, T, *tape.instructions, tape.offsets,
+                    tape.depths, tables.numbers, _weights(bundle, device),
+                )  # fmt: skip
+            for tile, grouped, work in stage.forward:
+                options = tile._asdict() | {"TYPE": type_of, "GROUPED": grouped}
+                launches.add(
+                    ready(layers.layers_kernel, (work.shape[0],), device, **options),
+                    entries, sums, bound.table, work, tables.index, tables.geometry, E,
+                )  # fmt: skip
+        bound.launches[key] = _Forward(launches, room.size, gains.offset, sums.offset, slopes)
+    made: _Forward = bound.launches[key]
+    return made
 
 
 def _options(tape: Tape) -> dict[str, Any]:
@@ -182,15 +225,15 @@ def backward(
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    entries, ((sums, flat, *slopes),) = values.entries, values.saved
-    assert sums is not None and flat is not None
-    device, E = entries.device, bundle.entries
+    ((memory, flat),) = values.saved
+    assert memory is not None and flat is not None
+    device, E = memory.device, bundle.entries
     tables = _tables(bundle, device)
     bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
-    type_of, S = _type(tables, tensors), tables.slots
-    slots = torch.empty((2, S), device=device, dtype=torch.float32)
-    channels, others = bundle.channels, bundle.results[len(bundle.norms) :]
-    arrived = slots[:, 2 * E : 2 * E + channels]
+    how = _backward(bundle, tables, bound, _type(tables, tensors), grad_rows is not None)
+    own = torch.empty(how.size, device=device, dtype=torch.float32)
+    channels, others, S = bundle.channels, bundle.results[len(bundle.norms) :], tables.slots
+    arrived = own.as_strided((2, channels), (S, 1), 2 * E)
     if grad_rows is None:
         arrived.zero_()
     else:
@@ -200,39 +243,15 @@ def backward(
             _constant(bundle, 0.0, result.numel(), device).unsqueeze(0) if (grad := pair[row]) is None else grad
             for result, pair in zip(others, grad_results, strict=True)
         ]
-        behind = 2 * E + channels
-        torch.cat(parts, 1, out=slots[row : row + 1, behind : behind + tables.results.numel()])
-    gathered = torch.empty((2, E), device=device, dtype=torch.float32)
-    grad_sums = torch.empty(tables.sums, device=device, dtype=torch.float32)
+        behind = row * S + 2 * E + channels
+        torch.cat(parts, 1, out=own[behind : behind + tables.results.numel()].unsqueeze(0))
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
-    uses = (slots, S, *tables.uses)
-    for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
-        for tile, _, work in stage.forward:
-            ready(layers.rows_backward_kernel, (work.shape[0],), device, BK=tile.BK, TP=tile.TP)(
-                gathered, sums, grad_sums, bound.table, work, tables.geometry, E, *uses
-            )
-        for tile, depthwise, work in stage.backward:
-            options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
-            ready(layers.layers_backward_kernel, (work.shape[0],), device, **options)(
-                entries, gathered, grad_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry, E
-            )
-        for tape in reversed(tapes):
-            ready(moments.tape_backward_kernel, (tape.depths.numel(),), device, LANES=LANES, num_warps=2)(
-                entries, E, slopes.pop(), tape.instructions[0].numel(), *uses, *tape.instructions,
-                tape.offsets, tape.depths,
-            )  # fmt: skip
-    small, leaves = torch.empty(flat.numel(), device=device, dtype=torch.float32), bundle.leaves
-    options = {"ROWS": grad_rows is not None, "BLOCK": BLOCK}
-    ready(leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, **options)(
-        flat, small, grad_rows, tables.affine, *uses, leaves, bundle.believed
-    )
+    how.launches.run(memory, flat, own, weights, own if grad_rows is None else grad_rows)
     found: list[Tensor | None] = [None] * len(tensors)
     if grad_rows is not None:
-        ready(leaves_of.gains_backward_kernel, (len(bundle.norms),), device, BLOCK=4 * BLOCK)(
-            flat, small, grad_rows[GAIN], tables.gains, 2 * leaves, GAIN_MARGIN
-        )
         affine_gradients(bundle, tensors, grad_rows, found)
     places = _small(bundle)
+    small = own[how.small : how.small + flat.numel()]
     parts = _unflatten_dense_tensors(small, _read(bundle, tensors, places, device))  # type: ignore[no-untyped-call]
     for (place, _, _), part in zip(places, parts, strict=True):
         if place is not None:
@@ -242,8 +261,60 @@ def backward(
         if start is not None:
             found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
         if layer.bias is not None:
-            found[layer.bias] = gathered[0, layer.start : layer.start + layer.outputs].to(tensors[layer.bias].dtype)
+            start = how.gathered + layer.start
+            found[layer.bias] = own[start : start + layer.outputs].to(tensors[layer.bias].dtype)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: bool) -> _Backward:
+    key = "backward", rows, type_of
+    if key not in bound.launches:
+        launches, room, device = LaunchList(), _Room(), tables.numbers.device
+        E, S, leaves = bundle.entries, tables.slots, bundle.leaves
+        kept = _forward(bundle, tables, bound, type_of, True)
+        entries, sums, slopes, flat, weights, grad_rows = (
+            At(0),
+            At(0, kept.sums),
+            list(kept.slopes),
+            At(1),
+            At(3),
+            At(4),
+        )
+        slots, gathered = At(2, room.take(2 * S)), At(2, room.take(2 * E))
+        grad_sums = At(2, room.take(tables.sums))
+        small = At(2, room.take(sum(size for _, size, _ in _small(bundle))))
+        uses = (slots, S, *tables.uses)
+        for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
+            for tile, _, work in stage.forward:
+                launches.add(
+                    ready(layers.rows_backward_kernel, (work.shape[0],), device, BK=tile.BK, TP=tile.TP),
+                    gathered, sums, grad_sums, bound.table, work, tables.geometry, E, *uses,
+                )  # fmt: skip
+            for tile, depthwise, work in stage.backward:
+                options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
+                launches.add(
+                    ready(layers.layers_backward_kernel, (work.shape[0],), device, **options),
+                    entries, gathered, grad_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry,
+                    E,
+                )  # fmt: skip
+            for tape in reversed(tapes):
+                launches.add(
+                    ready(moments.tape_backward_kernel, (tape.depths.numel(),), device, LANES=LANES, num_warps=2),
+                    entries, E, At(0, slopes.pop()), tape.instructions[0].numel(), *uses, *tape.instructions,
+                    tape.offsets, tape.depths,
+                )  # fmt: skip
+        launches.add(
+            ready(leaves_of.leaves_backward_kernel, (blocks_of(leaves, BLOCK),), device, ROWS=rows, BLOCK=BLOCK),
+            flat, small, grad_rows if rows else None, tables.affine, *uses, leaves, bundle.believed,
+        )  # fmt: skip
+        if rows:
+            launches.add(
+                ready(leaves_of.gains_backward_kernel, (len(bundle.norms),), device, BLOCK=4 * BLOCK),
+                flat, small, At(4, GAIN * bundle.channels), tables.gains, 2 * leaves, GAIN_MARGIN,
+            )  # fmt: skip
+        bound.launches[key] = _Backward(launches, room.size, gathered.offset, small.offset)
+    made: _Backward = bound.launches[key]
+    return made
 
 
 def _dtype(tables: Tables, tensors: Tensors) -> torch.dtype:

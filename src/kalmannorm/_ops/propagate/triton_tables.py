@@ -96,6 +96,7 @@ class Bound:
     starts: list[int | None]
     size: int
     captured: bool = False
+    launches: dict[Any, Any] = field(default_factory=dict)
 
 
 def power(n: int) -> int:
