@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,24 @@ class Source(NamedTuple):
 
 
 @dataclass
+class Fitting:
+    """Tensors that fit a bundle, their addresses, and what was decided for them."""
+
+    device: torch.device
+    tensors: list[Tensor]
+    addresses: list[int]
+    run: ModuleType | None = None  # the module that runs the bundle
+    wanted: list[bool] | None = None  # the inputs that needed gradients in the last forward
+    state: Any = None  # the state of the last forward, for these
+
+    def holds(self, tensors: list[Tensor], device: torch.device) -> bool:
+        """Whether these are the same tensors, at the same addresses."""
+        if self.device != device or not all(map(operator.is_, tensors, self.tensors)):
+            return False
+        return list(map(Tensor.data_ptr, tensors)) == self.addresses
+
+
+@dataclass
 class Part:
     """A bundle, and the steps, calls and modules that its tensors and results belong to."""
 
@@ -56,7 +76,7 @@ class Part:
     given: list[int]  # steps that must be evaluated before the bundle
     watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
     groups: tuple[Any, list[int]] | None = None  # the number of groups of each norm, and what it depends on
-    fitting: tuple[torch.device, list[Tensor], list[int]] | None = None  # tensors of the last forward, their addresses
+    fitting: Fitting | None = None  # the tensors of the last forward
     short: Any = None  # what forwards on the short way share
 
 

@@ -12,7 +12,6 @@ more than computing the bundle again, so nothing is kept there.
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.propagate import aten
-from kalmannorm._ops.propagate.aten import Values
+from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
-from kalmannorm._running.bundling import Call, Part, parts_of
+from kalmannorm._running.bundling import Call, Fitting, Part, parts_of
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
@@ -150,30 +149,31 @@ class PriorBundles:
         tensors = _tensors(part, context, results)
         if tensors is None:
             return
-        run = _runner(part.bundle, context, tensors)
-        outputs = self._outputs(number, run, tensors, groups_in(part, context), context)
+        outputs = self._outputs(number, tensors, groups_in(part, context), context)
         calls, steps = len(part.calls), len(part.steps)
         for call, rows in zip(part.calls, outputs[:calls], strict=True):
             results.rows[call.identity] = rows
         for step, mean, var in zip(part.steps, outputs[calls : calls + steps], outputs[calls + steps :], strict=True):
             results[step] = Moments(mean, var)
 
-    def _outputs(
-        self, number: int, run: ModuleType, tensors: list[Tensor], groups: list[int], context: Context
-    ) -> Sequence[Tensor]:
+    def _outputs(self, number: int, tensors: list[Tensor], groups: list[int], context: Context) -> Sequence[Tensor]:
         """The rows of the norms (5, G, C), then the means and the variances of the other results."""
-        bundle = self.parts[number].bundle
+        part = self.parts[number]
+        bundle = part.bundle
+        fitting = part.fitting
+        assert fitting is not None
+        run = fitting.run or _runner(bundle, context, tensors)
+        fitting.run = None if bundle.given else run  # moments from elsewhere may have another dtype next time
         with full_precision(context.device), on_device_of(tensors[0]):
             if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-                return _bundled(bundle, run, context.dtype, groups, *tensors)
+                return _bundled(bundle, run, context.dtype, groups, fitting, *tensors)
             keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
             known = self.cached.get(number) if keep else None
             if known is not None and _same(known, tensors):
                 outputs = known.outputs
             else:
                 with torch.inference_mode(False), torch.no_grad():
-                    values = run.forward(bundle, tensors, context.dtype, context.device, False)
-                    outputs = _listed(run, bundle, tensors, values)
+                    outputs = _listed(run.forward(bundle, tensors, context.dtype, context.device, False))
                 if keep:
                     versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
                     self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
@@ -237,15 +237,13 @@ def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | N
             owned += (module._parameters[name] if stored else owner.tensor(name),)  # type: ignore[union-attr]
             found += owned[-1:]
     # The same tensors fit again, unless someone gave them other memory, as FSDP does with `p.data`.
-    known = part.fitting
-    same = known is not None and known[0] == context.device and all(map(operator.is_, owned, known[1]))
-    if known is not None and same and list(map(Tensor.data_ptr, owned)) == known[2]:
+    if part.fitting is not None and part.fitting.holds(owned, context.device):
         return found
     part.fitting = None
     shapes = [source.shape for source in part.sources if source.owner is not None]
     if not all(_fits(tensor, shape, context) for tensor, shape in zip(owned, shapes, strict=True)):
         return None
-    part.fitting = context.device, owned, [tensor.data_ptr() for tensor in owned]
+    part.fitting = Fitting(context.device, owned, [tensor.data_ptr() for tensor in owned])
     return found
 
 
@@ -283,9 +281,8 @@ def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleTy
     return aten
 
 
-def _listed(run: ModuleType, bundle: Bundle, tensors: Sequence[Tensor], values: Values) -> list[Tensor]:
-    others = run.results(bundle, values)
-    return [run.rows(bundle, tensors, values), *(mean for mean, _ in others), *(var for _, var in others)]
+def _listed(made: Made) -> list[Tensor]:
+    return [made.rows, *(mean for mean, _ in made.others), *(var for _, var in made.others)]
 
 
 class _Bundled(torch.autograd.Function):
@@ -296,32 +293,38 @@ class _Bundled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bundle: Bundle, run: ModuleType, dtype: torch.dtype, groups: Sequence[int], *tensors: Tensor
+        ctx: Any,
+        bundle: Bundle,
+        run: ModuleType,
+        dtype: torch.dtype,
+        groups: Sequence[int],
+        fitting: Fitting,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        values: Values = run.forward(bundle, tensors, dtype, tensors[0].device, True)
-        ctx.bundle, ctx.run, ctx.dtype, ctx.groups = bundle, run, dtype, groups
-        ctx.sizes = [len(saved) for saved in values.saved]
-        saved = [tensor for each in values.saved for tensor in each]
-        ctx.save_for_backward(*tensors, values.entries, *saved)
-        rows, *others = _listed(run, bundle, tensors, values)
+        wanted = list(ctx.needs_input_grad)
+        known = fitting.state if fitting.wanted == wanted else None
+        made: Made = run.forward(bundle, tensors, dtype, tensors[0].device, True, known)
+        fitting.wanted, fitting.state = wanted, made.state
+        ctx.bundle, ctx.run, ctx.dtype, ctx.groups, ctx.state = bundle, run, dtype, groups, made.state
+        ctx.save_for_backward(*tensors, *made.saved)
+        rows, *others = _listed(made)
         return *_spread(bundle, rows, groups), *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         bundle, saved = ctx.bundle, ctx.saved_tensors
         norms, others, given = len(bundle.norms), len(bundle.results) - len(bundle.norms), len(bundle.masks)
-        tensors, entries, rest = saved[:given], saved[given], iter(saved[given + 1 :])
-        nothing = [None] * 4
-        with full_precision(entries.device), on_device_of(entries):
+        tensors, kept = saved[:given], saved[given:]
+        nothing, device = [None] * 5, kept[0].device
+        with full_precision(device), on_device_of(kept[0]):
             if torch.is_grad_enabled():
 
                 def spelt_out(*tensors: Tensor) -> list[Tensor]:
-                    rows, *rest = aten.spelt_out(bundle, tensors, ctx.dtype, entries.device)
+                    rows, *rest = aten.spelt_out(bundle, tensors, ctx.dtype, device)
                     return [*_spread(bundle, rows, ctx.groups), *rest]
 
                 return *nothing, *closed.again(spelt_out, tensors, list(grads))
-            saved = [tuple(next(rest) for _ in range(size)) for size in ctx.sizes]
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
             arrived = 0
@@ -329,11 +332,10 @@ class _Bundled(torch.autograd.Function):
                 arrived |= 0 if grad is None else 1 << bit
             for bit, (mean, var) in enumerate(pairs, norms):
                 arrived |= 0 if mean is None and var is None else 1 << bit
-            needed = zip(ctx.needs_input_grad[4:], bundle.masks, strict=True)
+            needed = zip(ctx.needs_input_grad[5:], bundle.masks, strict=True)
             asked = [wanted and mask & arrived != 0 for wanted, mask in needed]
-            values = Values(entries, entries, saved)
             summed = _summed(bundle, grad_rows)
-            return *nothing, *ctx.run.backward(bundle, tensors, values, summed, pairs, asked)
+            return *nothing, *ctx.run.backward(bundle, tensors, kept, ctx.state, summed, pairs, asked)
 
 
 _bundled: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Bundled).apply

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from kalmannorm._groups import group_size
 from kalmannorm._ops.dispatch import row_kernels_for, tracking_for
 from kalmannorm._ops.normalize.registered import memory_format_of
-from kalmannorm._ops.normalize.rows import RowKernels, normalize
+from kalmannorm._ops.normalize.rows import Memory, RowKernels, normalize
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
@@ -59,14 +59,15 @@ class Place:
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
         self.changes = -1  # the value of `Changes.count` for which `usable` holds
-        self.usable = False
-        self.kernels: dict[Any, RowKernels | None] = {}
+        self.usable = self.tracks = False
+        self.all_kernels: dict[Any, dict[Any, RowKernels | None]] = {}  # for each statistics batch and eps
+        self.kernels: dict[Any, RowKernels | None] = {}  # for those of now
 
-    def check(self, norm: Any) -> bool:
-        """Whether the norm, with its settings of now, can take the short way."""
-        if self.changes != Changes.count:
-            self.usable, self.changes = norm.takes_short_way(), Changes.count
-        return self.usable
+    def check(self, norm: Any, moments: Tensor) -> None:
+        """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
+        self.tracks, self.changes = norm.track_running_stats, Changes.count
+        self.usable = norm.takes_short_way() and not (self.tracks and norm._launch(moments) is None)
+        self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
 
 
 class Layout:
@@ -113,7 +114,9 @@ class Block:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
         self.layout = part.layout(groups)
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
+        self.device = x.device
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=torch.float32)
+        self.memory = Memory(self.moments)
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
 
@@ -137,14 +140,20 @@ class ShortForward:
             number = self.bundles.of_call.get(call, -1)
             self.blocks[number] = block
         block = self.blocks[number]
-        if block is None or block.examples != x.shape[0] or block.gradients is not torch.is_grad_enabled():
+        if block is None or block.gradients is not torch.is_grad_enabled():
             return None
-        place, size = block.part.places[call], norm.statistics_batch_size or 0
+        shape, device = x.shape, x.device
+        if block.examples != shape[0] or block.device != device or block.stream != stream_of(device):
+            return None
+        place = block.part.places[call]
         index = place.index
-        if index in block.ran or not place.check(norm) or block.stream != stream_of(x.device):
+        if place.changes != Changes.count:
+            place.check(norm, block.moments)
+        if index in block.ran or not place.usable:
             return None
-        alike = None if residual is None else (residual.__class__, residual.shape, residual.stride(), residual.dtype)
-        key = x.shape, x.stride(), x.dtype, x.device, size, norm.eps, relu, alike
+        key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu
+        if residual is not None:
+            key = *key, residual.__class__, residual.shape, residual.stride(), residual.dtype, residual.device
         if key not in place.kernels:
             if len(place.kernels) >= KEPT:
                 place.kernels.clear()
@@ -152,10 +161,9 @@ class ShortForward:
         kernels = place.kernels[key]
         if kernels is None:
             return None
-        run = kernels, block.moments, block.layout.starts[index]
-        y = normalize(x, block.rows[index], residual, run)
+        y = normalize(x, block.rows[index], residual, (kernels, block.memory, block.layout.starts[index]))
         block.ran.add(index)
-        if norm.track_running_stats:
+        if place.tracks:
             block.untracked[index] = kernels.values
         if norm.then:
             y = norm._finish(y, residual is not None or relu)
@@ -196,8 +204,6 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
         same = residual.__class__ is Tensor and (residual.dtype, residual.device) == (x.dtype, x.device)
         if not same or (residual.shape, residual.stride()) != (x.shape, x.stride()):
             return None
-    if norm.track_running_stats and norm._launch(block.moments) is None:
-        return None
     kind = row_kernels_for(x, norm.statistics_batch_size or 0)
     if kind is None:
         return None

@@ -15,7 +15,7 @@ from support.bundled_nets import IMAGE, Blocks, Branches, Smooth, bundles, conve
 from support.triton_compiled import TYPES
 
 TAPE = {"tape_kernel", "tape_backward_kernel"}
-LEAVES = {"leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"}
+LEAVES = {"collect_kernel", "leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"}
 LAYERS = {"layers_kernel", "rows_backward_kernel", "layers_backward_kernel"}
 CASES = {
     "groups, depthwise, borders": (Blocks, IMAGE, torch.float32),
@@ -41,10 +41,9 @@ def test_bundles(case, compiled, monkeypatch):
             tensors[place] = tensors[place].to(dtype)
         tensors = [tensor.requires_grad_() for tensor in tensors]
         assert triton_bundle.applies(bundle, tensors)
-        values = triton_bundle.forward(bundle, tensors, torch.float32, torch.device("cpu"), True)
+        made = triton_bundle.forward(bundle, tensors, torch.float32, torch.device("cpu"), True)
         at = [tuple(torch.zeros(2, 1, result.numel())) for result in bundle.results[len(bundle.norms) :]]
-        rows = triton_bundle.rows(bundle, tensors, values)
-        triton_bundle.backward(bundle, tensors, values, rows, at, [True] * len(tensors))
+        triton_bundle.backward(bundle, tensors, made.saved, made.state, made.rows, at, [True] * len(tensors))
     assert compiled.keys() == TAPE | LEAVES | LAYERS
     if case == "in rows of four":
         assert "ld.global.v4" in compiled["layers_kernel"] and "st.global.v4" in compiled["layers_backward_kernel"]

@@ -16,6 +16,23 @@ from kalmannorm._ops.normalize.arguments import BackwardInputs, Inputs, Results
 from kalmannorm._ops.normalize.registered import batch_kalman_norm_backward, watched
 
 
+class Memory:
+    """Memory that the norms of a bundle share in one forward and its backward, on one stream.
+
+    `moments` holds the moments of all norms. Scratch memory is used between two launches of one norm.
+    """
+
+    def __init__(self, moments: Tensor) -> None:
+        self.moments, self.address = moments, moments.data_ptr()
+        self._scratch, self._size = moments, 0
+
+    def scratch(self, values: int) -> int:
+        """The address of memory for so many float32 values. The next norm uses the same memory."""
+        if self._size < values:
+            self._scratch, self._size = self.moments.new_empty(values), values
+        return self._scratch.data_ptr()
+
+
 class RowKernels(Protocol):
     """One norm on x of one shape, prepared: see `triton_rows.py`."""
 
@@ -26,17 +43,17 @@ class RowKernels(Protocol):
     size: int
     eps: float
 
-    def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int) -> Tensor: ...
+    def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, memory: Memory, start: int) -> Tensor: ...
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, moments: Tensor, start: int
+        self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, memory: Memory, start: int
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
-Run = tuple[RowKernels, Tensor, int]
-"""The kernels, the memory for the moments, and where those of this norm begin."""
+Run = tuple[RowKernels, Memory, int]
+"""The kernels, the shared memory, and where the moments of this norm begin."""
 
 
 class Normalize(torch.autograd.Function):
@@ -44,33 +61,31 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Run) -> Tensor:
-        kernels, moments, start = run
-        y = kernels.forward(x, rows, residual, moments, start)
-        ctx.kernels, ctx.start = kernels, start
+        kernels, memory, start = run
+        y = kernels.forward(x, rows, residual, memory, start)
+        ctx.run = run
         if kernels.keeps_output:
-            ctx.save_for_backward(x, rows, moments, y)
+            ctx.save_for_backward(x, rows, y)
         else:
-            ctx.save_for_backward(x, rows, moments)
+            ctx.save_for_backward(x, rows)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        kernels = ctx.kernels
-        x, rows, moments, *rest = ctx.saved_tensors
+        kernels, memory, start = ctx.run
+        x, rows, *rest = ctx.saved_tensors
         y = rest[0] if rest else None
         if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
-            gradients = _through_the_op(ctx, grad_y, x, rows, moments, y)
+            gradients = _through_the_op(kernels, grad_y, x, rows, y, kernels.moments(memory.moments, start))
         else:
-            gradients = kernels.backward(grad_y, x, y, rows, moments, ctx.start)
+            gradients = kernels.backward(grad_y, x, y, rows, memory, start)
         return *gradients, None
 
 
 def _through_the_op(
-    ctx: Any, grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None
+    kernels: RowKernels, grad_y: Tensor, x: Tensor, rows: Tensor, y: Tensor | None, kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    kernels = ctx.kernels
     weight, bias, mean, var, gain = rows.unbind(0)
-    kept = kernels.moments(moments, ctx.start)
     relu = kernels.masked or kernels.keeps_output
     given = BackwardInputs(
         Results(grad_y, None, None, None, None),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
+from kalmannorm._ops.normalize.rows import Memory
 from kalmannorm._ops.normalize.tiling import launch_for, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
 from kalmannorm._ops.propagate.bundle import ROWS
@@ -27,7 +28,7 @@ class TritonRows:
         processors, wide = processors_of(x), x.dtype == torch.float32
         self.groups, self.channels = shape.groups, shape.C
         self.values = x.numel() // shape.C  # per channel
-        self.device, self.index = x.device, x.device.index
+        self.index = x.device.index
         self.strides, self.size, self.eps = x.stride(), size, eps
         self.residual, self.keeps_output = residual, residual and relu
         mask = 0 if relu and not residual else None  # the backward reads β only for the mask of a ReLU
@@ -42,22 +43,23 @@ class TritonRows:
         )
         self.backward_scratch = Scratch.of(shape.groups, how.splits, how.K, shape.C)
         self.masked = mask is not None
-        self.pitch, self.step = pitch, shape.groups * shape.C  # values from row to row: of parameters, of moments
+        self.step = shape.groups * shape.C
+        self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
         self.forward_direct: tuple[Direct, ...] = ()
         self.backward_direct: tuple[Direct, ...] = ()
         self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
 
-    def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, memory: Memory, start: int) -> Tensor:
         """y. Writes the moments from `start` on."""
         y = torch.empty_like(x)
         launches = self.forward_direct
         x_at, y_at, rows_at = x.data_ptr(), y.data_ptr(), rows.data_ptr()
         residual_at = None if residual is None else residual.data_ptr()
         if not launches or (x_at | y_at | (residual_at or 0)) % ALIGNED or rows_at % ALIGNED != self.rows_offset:
-            self._forward(x, y, rows, residual, moments, start)
+            self._forward(x, y, rows, residual, memory.moments, start)
             return y
-        step, pitch = 4 * self.step, 4 * self.pitch
-        mean = moments.data_ptr() + 4 * start
+        step, pitch = self.step_bytes, self.pitch_bytes
+        mean = memory.address + 4 * start
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         addresses = (
             rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
@@ -66,8 +68,7 @@ class TritonRows:
         if self.forward_scratch is None:
             launches[0](stream, x_at, y_at, residual_at, *addresses)
             return y
-        partial = torch.empty(self.forward_scratch.values, device=self.device)
-        sums = partial.data_ptr()
+        sums = memory.scratch(self.forward_scratch.values)
         count = sums + self.forward_scratch.sums
         launches[0](stream, x_at, sums, count)
         launches[1](stream, x_at, y_at, residual_at, sums, count, *addresses)
@@ -93,13 +94,13 @@ class TritonRows:
             self.rows_offset = rows.data_ptr() % ALIGNED
 
     def backward(
-        self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, moments: Tensor, start: int
+        self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, memory: Memory, start: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of x, of the rows (5, G, C) and of the residual."""
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
-        d_rows = torch.empty((ROWS, self.groups, self.channels), device=self.device)
+        d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
         d_residual = torch.empty_like(x) if self.keeps_output else None
         launches = self.backward_direct
         grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
@@ -107,10 +108,10 @@ class TritonRows:
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, moments, start)
+            self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, memory.moments, start)
         else:
-            step, pitch = 4 * self.step, 4 * self.pitch
-            mean, d_weight = moments.data_ptr() + 4 * start, d_rows.data_ptr()
+            step, pitch = self.step_bytes, self.pitch_bytes
+            mean, d_weight = memory.address + 4 * start, d_rows.data_ptr()
             bias = rows_at + pitch if self.masked else None
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             addresses = (
@@ -121,8 +122,7 @@ class TritonRows:
             if self.backward_scratch is None:
                 launches[0](stream, grad_at, x_at, y_at, dx_at, d_residual_at, *addresses)
             else:
-                partial = torch.empty(self.backward_scratch.values, device=self.device)
-                sums = partial.data_ptr()
+                sums = memory.scratch(self.backward_scratch.values)
                 launches[0](stream, grad_at, x_at, y_at, d_residual_at, sums, rows_at, bias, mean, mean + step)
                 launches[1](stream, d_residual_at or grad_at, x_at, dx_at, sums, *addresses)
         return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None

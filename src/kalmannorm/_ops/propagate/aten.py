@@ -63,12 +63,16 @@ Saved = tuple[Tensor | None, ...]
 _NONE: Saved = ()
 
 
-class Values(NamedTuple):
-    """All entries, the gains of all norms (channels,), and the tensors that each operation saves, in order."""
+class Made(NamedTuple):
+    """The results of a forward: the rows of all norms (5, channels), and means and variances of the other results.
 
-    entries: Tensor
-    gains: Tensor
-    saved: list[Saved]
+    `saved` and `state` are for the backward: tensors, and anything else.
+    """
+
+    rows: Tensor
+    others: list[tuple[Tensor, Tensor]]
+    saved: list[Tensor]
+    state: Any
 
 
 class _Work(NamedTuple):
@@ -206,7 +210,9 @@ def _leaves(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
     return torch.stack([torch.cat(row) for row in rows])
 
 
-def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
+def forward(
+    bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool, known: Any = None
+) -> Made:
     ready, saved = _ready(bundle, device), list[Saved]()
     entries = torch.empty((2, bundle.entries), dtype=dtype, device=device)
     entries[:, : bundle.leaves] = _leaves(bundle, tensors, dtype, device)
@@ -220,14 +226,12 @@ def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
                 mean = mean + tensors[layer.bias]
             entries[0, work.out], entries[1, work.out] = mean, var
             saved.append((away,))
-    return Values(entries, _gains(bundle, tensors, ready).to(dtype), saved)
-
-
-def rows(bundle: Bundle, tensors: Tensors, values: Values) -> Tensor:
-    """The rows of all norms, (5, channels)."""
-    entries = values.entries
-    priors = entries.index_select(1, _ready(bundle, entries.device).priors)
-    return _stacked(bundle, tensors, priors, values.gains)
+    rows = _stacked(bundle, tensors, _taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    # Copies, because views would keep all entries alive.
+    others = [_taken(entries, where).clone() for where in ready.results[len(bundle.norms) :]]
+    kept = [entries, *(tensor for each in saved for tensor in each if tensor is not None)]
+    present = [[tensor is not None for tensor in each] for each in saved]
+    return Made(rows, [(part[:1], part[1:]) for part in others], kept, present)
 
 
 def _stacked(bundle: Bundle, tensors: Tensors, priors: Tensor, gains: Tensor) -> Tensor:
@@ -237,13 +241,6 @@ def _stacked(bundle: Bundle, tensors: Tensors, priors: Tensor, gains: Tensor) ->
         for norm, place in zip(bundle.norms, places, strict=True)
     ]
     return torch.cat([*affine, priors.reshape(-1), gains]).view(ROWS, -1)
-
-
-def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Means and variances of the other results, each (1, C). Copies, because views would keep all entries alive."""
-    ready = _ready(bundle, values.entries.device)
-    parts = [_taken(values.entries, where).clone() for where in ready.results[len(bundle.norms) :]]
-    return [(part[:1], part[1:]) for part in parts]
 
 
 def _gains(bundle: Bundle, tensors: Tensors, ready: _Ready) -> Tensor:
@@ -293,7 +290,8 @@ def _apply(function: Function, entries: Tensor, work: _Work, gradients: bool) ->
 def backward(
     bundle: Bundle,
     tensors: Tensors,
-    values: Values,
+    saved: Sequence[Tensor],
+    state: Any,
     grad_rows: Tensor | None,
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
     asked: Sequence[bool],
@@ -302,8 +300,9 @@ def backward(
 
     They follow from the gradients with respect to the rows of the norms, (5, channels), and to the other results.
     """
-    entries = values.entries
-    ready, saved = _ready(bundle, entries.device), list(values.saved)
+    entries, rest = saved[0], iter(saved[1:])
+    ready = _ready(bundle, entries.device)
+    kept = [tuple(next(rest) if there else None for there in each) for each in state]
     grads = torch.zeros_like(entries)
     if grad_rows is not None:
         _added(grads, ready.priors, grad_rows[PRIOR_MEAN : PRIOR_VAR + 1])
@@ -315,9 +314,9 @@ def backward(
     for elementwise, layers in zip(reversed(ready.elementwise), reversed(ready.layers), strict=True):
         for layer, work in reversed(layers):
             seen = ready.geometry(layer, entries.dtype)
-            _layer_gradient(layer, work, entries, grads, tensors, saved.pop()[0], seen, asked, found)
+            _layer_gradient(layer, work, entries, grads, tensors, kept.pop()[0], seen, asked, found)
         for each, work in reversed(elementwise):
-            _function_gradient(each.function, work, entries, grads, saved.pop())
+            _function_gradient(each.function, work, entries, grads, kept.pop())
     from_norms = None
     if grad_rows is not None:
         affine_gradients(bundle, tensors, grad_rows, found)

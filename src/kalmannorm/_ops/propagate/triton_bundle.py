@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from kalmannorm._filter import GAIN_MARGIN
 from kalmannorm._ops.grid import blocks_of
 from kalmannorm._ops.propagate import triton_elementwise as moments
 from kalmannorm._ops.propagate import triton_layers as layers
 from kalmannorm._ops.propagate import triton_leaves as leaves_of
-from kalmannorm._ops.propagate.aten import Tensors, Values, affine_gradients
+from kalmannorm._ops.propagate.aten import Made, Tensors, affine_gradients
 from kalmannorm._ops.propagate.bundle import GAIN, PRIOR_MEAN, PRIOR_VAR, ROWS, Bundle
-from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Tables, Tape, bind, lies_together, tables_of
+from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Small, Tables, Tape, bind, lies_together, tables_of
 from kalmannorm._ops.triton_launching import At, LaunchList, ready
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
@@ -50,22 +49,36 @@ def _tables(bundle: Bundle, device: torch.device) -> Tables:
     return tables
 
 
-def _bound(bundle: Bundle, tables: Tables, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
-    """The table of layers. It is written again if the address or the strides of a weight are new."""
+def _bound(bundle: Bundle, tables: Tables, tensors: Tensors) -> Bound:
+    """The tables for these tensors. They are written again if an address or a stride is new."""
     weights = [tensors[layer.weight] for layer in tables.layers]
     biases = [tensors[layer.bias] for layer in tables.layers if layer.bias is not None]
-    wants = [wanted[layer.weight] for layer in tables.layers]
-    key = *map(Tensor.data_ptr, weights), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wants
+    small = [_zeros(bundle, tables) if each.given else _of(bundle, tables, tensors, each) for each in tables.small]
+    addresses = [*map(Tensor.data_ptr, small)] if {tensor.dtype for tensor in small} <= {torch.float32} else []
+    wanted = [tensor.requires_grad for tensor in tensors]
+    key = (
+        *map(Tensor.data_ptr, weights), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wanted,
+        *addresses,
+    )  # fmt: skip
     bound = tables.bound.get(key)
     if bound is None:
         with torch.inference_mode(False):
-            bound = bind(bundle, tables, tensors, wanted)
+            listed = torch.tensor(addresses, dtype=torch.int64).to(tables.numbers.device) if addresses else None
+            bound = bind(bundle, tables, tensors, wanted, listed)
         for other in [other for other, old in tables.bound.items() if not old.captured][: 1 - KEPT]:
             tables.bound.pop(other, None)
         tables.bound[key] = bound
-    if bound.table.is_cuda and torch.cuda.is_current_stream_capturing():
-        bound.captured = True  # the CUDA graph reads this table as long as it lives
     return bound
+
+
+def _of(bundle: Bundle, tables: Tables, tensors: Tensors, each: Small) -> Tensor:
+    if each.place is not None:
+        return tensors[each.place]
+    return _constant(bundle, each.missing, each.size, tables.numbers.device)
+
+
+def _zeros(bundle: Bundle, tables: Tables) -> Tensor:
+    return _constant(bundle, 0.0, 1, tables.numbers.device)
 
 
 def _constant(bundle: Bundle, value: float, size: int, device: torch.device) -> Tensor:
@@ -86,27 +99,6 @@ def _weights(bundle: Bundle, device: torch.device) -> Tensor:
     return weights
 
 
-def _small(bundle: Bundle) -> list[tuple[int | None, int, float]]:
-    """All small tensors in the order of `flat`: β and given means, γ and given variances, logits of gains.
-
-    Each is a position in the list of tensors. If it is None, the last two numbers are a size and a constant.
-    """
-    if "small" not in bundle.tables:
-        listed = [(each.bias, each.size, 0.0) for each in bundle.beliefs]
-        listed += [(each.mean, each.size, 0.0) for each in bundle.given]
-        listed += [(each.weight, each.size, 1.0) for each in bundle.beliefs]
-        listed += [(each.var, each.size, 0.0) for each in bundle.given]
-        bundle.tables["small"] = listed + [(norm.logit, norm.logits, 0.0) for norm in bundle.norms]
-    small: list[tuple[int | None, int, float]] = bundle.tables["small"]
-    return small
-
-
-def _read(bundle: Bundle, tensors: Tensors, places: list[tuple[int | None, int, float]], device: torch.device) -> Any:
-    return [
-        _constant(bundle, missing, size, device) if place is None else tensors[place] for place, size, missing in places
-    ]
-
-
 class _Room:
     """Divides one tensor of float32 values: `take` returns the offset of the next `size` values, in 16 bytes."""
 
@@ -120,17 +112,19 @@ class _Room:
 
 
 class _Forward(NamedTuple):
-    """The launches of a forward. Their memory: one tensor for all that they compute, and the small tensors."""
+    """The launches of a forward, and the places of its results in the memory that they fill."""
 
     launches: LaunchList
     size: int
-    gains: int
     sums: int
+    flat: int
     slopes: list[int]
+    rows: Tensor  # places of the rows of all norms, (5, channels)
+    results: Tensor  # places of the other results: means, then variances
 
 
 class _Backward(NamedTuple):
-    """The launches of a backward. Their memory: that of the forward, its own, gradients of weights and of rows."""
+    """The launches of a backward. Its memory: that of the forward, its own, gradients of weights, gradients of rows."""
 
     launches: LaunchList
     size: int
@@ -138,15 +132,29 @@ class _Backward(NamedTuple):
     small: int
 
 
-def forward(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool) -> Values:
+def forward(
+    bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool, known: Any = None
+) -> Made:
+    """`known` is the `state` of an earlier forward with the same tensors."""
     tables = _tables(bundle, device)
-    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
+    bound: Bound = known or _bound(bundle, tables, tensors)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        bound.captured = True  # the CUDA graph reads this table as long as it lives
     how = _forward(bundle, tables, bound, _type(tables, tensors), gradients)
-    flat: Tensor = _flatten_dense_tensors(_read(bundle, tensors, _small(bundle), device))  # type: ignore[no-untyped-call]
     memory = torch.empty(how.size, device=device, dtype=torch.float32)
-    how.launches.run(memory, flat)
-    entries = memory[: 2 * bundle.entries].view(2, -1)
-    return Values(entries, memory[how.gains : how.gains + bundle.channels], [(memory, flat)])
+    start = how.flat
+    for each in tables.small if bundle.given or bound.small is None else ():
+        if each.given or bound.small is None:
+            memory[start : start + each.size] = _of(bundle, tables, tensors, each).view(-1)
+        start += each.size
+    how.launches.run(memory)
+    rows = memory.index_select(0, how.rows).view(ROWS, -1)
+    others = bundle.results[len(bundle.norms) :]
+    if not others:
+        return Made(rows, [], [memory], bound)
+    sizes = [result.numel() for result in others]
+    parts = memory.index_select(0, how.results).unsqueeze(0).split_with_sizes(sizes + sizes, 1)
+    return Made(rows, list(zip(parts[: len(others)], parts[len(others) :], strict=True)), [memory], bound)
 
 
 def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradients: bool) -> _Forward:
@@ -155,9 +163,16 @@ def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradien
         launches, room, device = LaunchList(), _Room(), tables.numbers.device
         E, leaves, channels = bundle.entries, bundle.leaves, bundle.channels
         entries, gains, sums = At(0, room.take(2 * E)), At(0, room.take(channels)), At(0, room.take(tables.sums))
+        values = tables.owner.numel()
+        flat = At(0, room.take(values))
+        if bound.small is not None:
+            launches.add(
+                ready(leaves_of.collect_kernel, (blocks_of(values, BLOCK),), device, BLOCK=BLOCK),
+                flat, bound.small, tables.owner, tables.offset, values,
+            )  # fmt: skip
         launches.add(
             ready(leaves_of.leaves_kernel, (blocks_of(max(leaves, channels), BLOCK),), device, BLOCK=BLOCK),
-            At(1), entries, gains, tables.logits, E, leaves, bundle.believed, channels, GAIN_MARGIN,
+            flat, entries, gains, tables.logits, E, leaves, bundle.believed, channels, GAIN_MARGIN,
         )  # fmt: skip
         slopes = list[int]()
         for tapes, stage in zip(tables.tapes, bound.stages, strict=True):
@@ -176,7 +191,12 @@ def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradien
                     ready(layers.layers_kernel, (work.shape[0],), device, **options),
                     entries, sums, bound.table, work, tables.index, tables.geometry, E,
                 )  # fmt: skip
-        bound.launches[key] = _Forward(launches, room.size, gains.offset, sums.offset, slopes)
+        with torch.inference_mode(False):
+            affine = flat.offset + values - 2 * channels + torch.arange(2 * channels, device=device)
+            gain = gains.offset + torch.arange(channels, device=device)
+            rows = torch.cat([affine, tables.priors, E + tables.priors, gain])
+            results = torch.cat([tables.results, E + tables.results])
+        bound.launches[key] = _Forward(launches, room.size, sums.offset, flat.offset, slopes, rows, results)
     made: _Forward = bound.launches[key]
     return made
 
@@ -196,40 +216,18 @@ def _type(tables: Tables, tensors: Tensors) -> Any:
     return TYPES[tensors[tables.layers[0].weight].dtype] if tables.layers else tl.float32
 
 
-def rows(bundle: Bundle, tensors: Tensors, values: Values) -> Tensor:
-    """The rows of all norms, (5, channels)."""
-    device = values.entries.device
-    if "affine" not in bundle.tables:
-        weights = [(norm.weight, norm.channels, 1.0) for norm in bundle.norms]
-        bundle.tables["affine"] = weights + [(norm.bias, norm.channels, 0.0) for norm in bundle.norms]
-    priors = values.entries.index_select(1, _tables(bundle, device).priors)
-    affine = _read(bundle, tensors, bundle.tables["affine"], device)
-    return torch.cat([*affine, priors.view(-1), values.gains]).view(ROWS, -1)
-
-
-def results(bundle: Bundle, values: Values) -> list[tuple[Tensor, Tensor]]:
-    """Means and variances of the other results, each (1, C)."""
-    sizes = [result.numel() for result in bundle.results[len(bundle.norms) :]]
-    if not sizes:
-        return []
-    tables = _tables(bundle, values.entries.device)
-    means, variances = values.entries.index_select(1, tables.results).split(1)  # type: ignore[no-untyped-call]
-    return list(zip(means.split(sizes, 1), variances.split(sizes, 1), strict=True))
-
-
 def backward(
     bundle: Bundle,
     tensors: Tensors,
-    values: Values,
+    saved: Sequence[Tensor],
+    state: Any,
     grad_rows: Tensor | None,
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
-    ((memory, flat),) = values.saved
-    assert memory is not None and flat is not None
+    (memory,), bound = saved, state
     device, E = memory.device, bundle.entries
     tables = _tables(bundle, device)
-    bound = _bound(bundle, tables, tensors, [tensor.requires_grad for tensor in tensors])
     how = _backward(bundle, tables, bound, _type(tables, tensors), grad_rows is not None)
     own = torch.empty(how.size, device=device, dtype=torch.float32)
     channels, others, S = bundle.channels, bundle.results[len(bundle.norms) :], tables.slots
@@ -246,24 +244,39 @@ def backward(
         behind = row * S + 2 * E + channels
         torch.cat(parts, 1, out=own[behind : behind + tables.results.numel()].unsqueeze(0))
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
-    how.launches.run(memory, flat, own, weights, own if grad_rows is None else grad_rows)
+    how.launches.run(memory, own, weights, own if grad_rows is None else grad_rows)
     found: list[Tensor | None] = [None] * len(tensors)
     if grad_rows is not None:
         affine_gradients(bundle, tensors, grad_rows, found)
-    places = _small(bundle)
-    small = own[how.small : how.small + flat.numel()]
-    parts = _unflatten_dense_tensors(small, _read(bundle, tensors, places, device))  # type: ignore[no-untyped-call]
-    for (place, _, _), part in zip(places, parts, strict=True):
-        if place is not None:
-            found[place] = part if tensors[place].dtype == torch.float32 else part.to(tensors[place].dtype)
+    _divide(bundle, tables, own, how.small, tensors, found)
     for layer, start in zip(tables.layers, bound.starts, strict=True):
         weight = tensors[layer.weight]
         if start is not None:
             found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
         if layer.bias is not None:
-            start = how.gathered + layer.start
-            found[layer.bias] = own[start : start + layer.outputs].to(tensors[layer.bias].dtype)
+            begin = how.gathered + layer.start
+            found[layer.bias] = own[begin : begin + layer.outputs].to(tensors[layer.bias].dtype)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def _divide(
+    bundle: Bundle, tables: Tables, own: Tensor, start: int, tensors: Tensors, found: list[Tensor | None]
+) -> None:
+    """Assign the gradients of beliefs, given moments and logits, from `start` on, to their tensors."""
+    leaves = 2 * bundle.leaves
+    listed = tables.small[: 2 * (len(bundle.beliefs) + len(bundle.given))]
+    parts: Sequence[Tensor] = own[start : start + leaves].split_with_sizes([each.size for each in listed])
+    logits = tables.small[len(listed) : len(listed) + len(bundle.norms)]
+    behind = own[start + leaves : start + leaves + sum(norm.logits for norm in bundle.norms)]
+    if behind.numel() == len(bundle.norms):  # one number per norm
+        parts = [*parts, *behind.unbind(0)]
+    else:
+        parts = [*parts, *behind.split_with_sizes([each.size for each in logits])]
+    for each, part in zip([*listed, *logits], parts, strict=True):
+        if each.place is not None:
+            like = tensors[each.place]
+            part = part if part.shape == like.shape else part.view(like.shape)
+            found[each.place] = part if like.dtype == torch.float32 else part.to(like.dtype)
 
 
 def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: bool) -> _Backward:
@@ -272,17 +285,10 @@ def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: 
         launches, room, device = LaunchList(), _Room(), tables.numbers.device
         E, S, leaves = bundle.entries, tables.slots, bundle.leaves
         kept = _forward(bundle, tables, bound, type_of, True)
-        entries, sums, slopes, flat, weights, grad_rows = (
-            At(0),
-            At(0, kept.sums),
-            list(kept.slopes),
-            At(1),
-            At(3),
-            At(4),
-        )
-        slots, gathered = At(2, room.take(2 * S)), At(2, room.take(2 * E))
-        grad_sums = At(2, room.take(tables.sums))
-        small = At(2, room.take(sum(size for _, size, _ in _small(bundle))))
+        entries, sums, flat, slopes = At(0), At(0, kept.sums), At(0, kept.flat), list(kept.slopes)
+        slots, gathered, grad_sums = (At(1, room.take(size)) for size in (2 * S, 2 * E, tables.sums))
+        small = At(1, room.take(tables.owner.numel()))
+        weights, grad_rows = At(2), At(3)
         uses = (slots, S, *tables.uses)
         for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
             for tile, _, work in stage.forward:
@@ -310,7 +316,7 @@ def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: 
         if rows:
             launches.add(
                 ready(leaves_of.gains_backward_kernel, (len(bundle.norms),), device, BLOCK=4 * BLOCK),
-                flat, small, At(4, GAIN * bundle.channels), tables.gains, 2 * leaves, GAIN_MARGIN,
+                flat, small, At(3, GAIN * bundle.channels), tables.gains, 2 * leaves, GAIN_MARGIN,
             )  # fmt: skip
         bound.launches[key] = _Backward(launches, room.size, gathered.offset, small.offset)
     made: _Backward = bound.launches[key]

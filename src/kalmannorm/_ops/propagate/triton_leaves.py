@@ -9,6 +9,21 @@ from kalmannorm._ops.propagate.triton_elementwise import collect
 from kalmannorm._ops.triton_shared import await_previous
 
 
+@triton.jit(do_not_specialize=["SIZE"])
+def collect_kernel(flat_ptr, addresses_ptr, owner_ptr, offset_ptr, SIZE, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Concatenate small float32 tensors. Value i of `flat` is value `offset[i]` of the tensor `owner[i]`.
+
+    If `owner[i]` is -1, value i is left as it is.
+    """
+    await_previous(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    owner = tl.load(owner_ptr + i, mask=i < SIZE, other=-1)
+    inside = owner >= 0
+    start = tl.load(addresses_ptr + owner, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    value = tl.load(start + tl.load(offset_ptr + i, mask=inside, other=0), mask=inside, other=0.0)
+    tl.store(flat_ptr + i, value, mask=inside)
+
+
 @triton.jit(do_not_specialize=["E", "LEAVES", "BELIEFS", "CHANNELS"])
 def leaves_kernel(
     flat_ptr, entries_ptr, gains_ptr, logits_ptr, E, LEAVES, BELIEFS, CHANNELS, margin, BLOCK: tl.constexpr,

@@ -55,6 +55,15 @@ class Tile(NamedTuple):
     WIDE: bool
 
 
+class Small(NamedTuple):
+    """A small tensor: its position in the list of tensors. If it is None, it consists of `size` times `missing`."""
+
+    place: int | None
+    size: int
+    missing: float = 0.0
+    given: bool = False  # moments from elsewhere, a new tensor in every forward
+
+
 class Launches(NamedTuple):
     """Work lists of the layers of a stage, one per kind of tile.
 
@@ -77,6 +86,9 @@ class Tables:
     geometry: Tensor
     priors: Tensor  # the entries of the priors of all norms
     results: Tensor  # the entries of the other results
+    small: list[Small]  # all small tensors in the order of `flat`
+    owner: Tensor  # for each value of `flat`: the number of its tensor, -1 for given moments
+    offset: Tensor  # and its place in this tensor
     gains: Tensor  # (norms, 4): start and number of its logits, start and number of its channels
     logits: Tensor  # for each channel of each norm: the position of its logit
     affine: Tensor  # (2, beliefs): where the gradients of β and γ from the norms are in (5, channels), or -1
@@ -95,6 +107,7 @@ class Bound:
     stages: list[Launches]
     starts: list[int | None]
     size: int
+    small: Tensor | None  # the addresses of the small tensors, if all are float32
     captured: bool = False
     launches: dict[Any, Any] = field(default_factory=dict)
 
@@ -141,6 +154,8 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         torch.cat([*seen, torch.zeros(1)]).to(device),
         results[: bundle.channels].to(device),
         results[bundle.channels :].to(device),
+        _small(bundle),
+        *_places(_small(bundle), device),
         *_gains(bundle.norms, device),
         _integers(affine_places(bundle), device),
         layers,
@@ -148,6 +163,24 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         slots,
         sums,
     )
+
+
+def _small(bundle: Bundle) -> list[Small]:
+    """β and given means, γ and given variances, logits of gains, then γ and β of the norms."""
+    listed = [Small(each.bias, each.size, 0.0) for each in bundle.beliefs]
+    listed += [Small(each.mean, each.size, given=True) for each in bundle.given]
+    listed += [Small(each.weight, each.size, 1.0) for each in bundle.beliefs]
+    listed += [Small(each.var, each.size, given=True) for each in bundle.given]
+    listed += [Small(norm.logit, norm.logits) for norm in bundle.norms]
+    listed += [Small(norm.weight, norm.channels, 1.0) for norm in bundle.norms]
+    return listed + [Small(norm.bias, norm.channels, 0.0) for norm in bundle.norms]
+
+
+def _places(small: Sequence[Small], device: torch.device) -> tuple[Tensor, Tensor]:
+    owners = [torch.full((each.size,), -1 if each.given else number) for number, each in enumerate(small)]
+    offsets = [torch.arange(each.size) for each in small]
+    none = torch.zeros(0, dtype=torch.long)
+    return _integers(torch.cat([none, *owners]), device), _integers(torch.cat([none, *offsets]), device)
 
 
 def _gains(norms: Sequence[Norm], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -232,8 +265,10 @@ def _tape(rows: Tensor, device: torch.device) -> Tape:
     return Tape((code, a, b, out), _integers(offsets, device), _integers(depths, device), 5 in kinds, 6 in kinds)
 
 
-def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Bound:
-    """The tables for these weights. `wanted` says which tensors need a gradient."""
+def bind(
+    bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool], small: Tensor | None = None
+) -> Bound:
+    """The tables for these weights and small tensors. `wanted` says which tensors need a gradient."""
     rows, starts, size, tiles = [], list[int | None](), 0, list[Tile]()
     for layer, row in zip(tables.layers, tables.rows, strict=True):
         weight = tensors[layer.weight]
@@ -255,7 +290,7 @@ def bind(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequ
         numbers = range(start, start + len(stage.layers))
         start += len(stage.layers)
         stages.append(_launches(tables, tiles, numbers, device))
-    return Bound(table, stages, starts, size)
+    return Bound(table, stages, starts, size, small)
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:

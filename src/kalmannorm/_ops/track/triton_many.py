@@ -153,6 +153,10 @@ class Together:
 
     def __init__(self, requests: Sequence[TrackingRequest], starts: Sequence[int]) -> None:
         self.buffers = [buffer for request in requests for buffer in request.buffers()]
+        # The same, with None for the observed statistics that a norm does not have.
+        self.slots = [
+            buffer for each in requests for buffer in (*each.running, *(each.observed or (None, None)), *each.counts)
+        ]
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
         alike: dict[Any, tuple[list[TrackingRequest], list[int]]] = {}
         for request, start in zip(requests, starts, strict=True):
@@ -175,10 +179,10 @@ class Together:
 
     def applies(self, owners: Sequence[dict[str, Any]]) -> bool:
         """Whether the norms with these buffers still have the same ones, and at the same addresses."""
-        now = [own[name] for own in owners for name in BUFFERS if own[name] is not None]
-        if len(now) != len(self.buffers) or not all(map(operator.is_, now, self.buffers)):
+        now = [own[name] for own in owners for name in BUFFERS]
+        if not all(map(operator.is_, now, self.slots)):
             return False
-        return list(map(Tensor.data_ptr, now)) == self.addresses
+        return list(map(Tensor.data_ptr, self.buffers)) == self.addresses
 
     def captured(self) -> bool:
         return any(table.captured for table in self.tables)
