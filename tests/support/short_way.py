@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 
 from kalmannorm._ops import dispatch
-from kalmannorm._running import prior_bundles
 from kalmannorm._running.short_way import ShortForward
 
 
 def use_kernels_on_the_cpu(monkeypatch):
-    """As if the CPU were a GPU with Triton. Nothing changes where there is a GPU."""
+    """As if the CPU were a GPU with Triton. Nothing changes where there is a GPU.
+
+    Bundles run in PyTorch's operations, because the interpreter is slow. Their kernels have tests of their own.
+    """
     if torch.cuda.is_available():
         return
     from kalmannorm._ops.normalize import registered, triton_run
-    from kalmannorm._ops.propagate import triton_bundle
 
     def kernels_for(x, size):
         fits = x.dtype in dispatch.DTYPES and x.numel() > 0
@@ -23,7 +24,6 @@ def use_kernels_on_the_cpu(monkeypatch):
     monkeypatch.setattr(dispatch, "kernels_for", kernels_for)
     monkeypatch.setattr(registered, "kernels_for", kernels_for)
     monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
-    monkeypatch.setattr(prior_bundles, "_runner", lambda bundle, context, tensors: triton_bundle)
     monkeypatch.setattr(triton_run, "processors_of", lambda x: 8)
     monkeypatch.setattr("kalmannorm._ops.normalize.triton_rows.processors_of", lambda x: 8)
 

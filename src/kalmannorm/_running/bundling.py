@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class Fitting:
     device: torch.device
     tensors: list[Tensor]
     addresses: list[int]
-    run: ModuleType | None = None  # the module that runs the bundle
+    runs: dict[torch.dtype, ModuleType] = field(default_factory=dict)  # by dtype of the prior: what runs the bundle
     wanted: list[bool] | None = None  # the inputs that needed gradients in the last forward
     state: Any = None  # the state of the last forward, for these
 

@@ -162,8 +162,9 @@ class PriorBundles:
         bundle = part.bundle
         fitting = part.fitting
         assert fitting is not None
-        run = fitting.run or _runner(bundle, context, tensors)
-        fitting.run = None if bundle.given else run  # moments from elsewhere may have another dtype next time
+        run = fitting.runs.get(context.dtype)
+        if run is None:
+            run = fitting.runs[context.dtype] = _runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
             if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
                 return _bundled(bundle, run, context.dtype, groups, fitting, *tensors)
