@@ -268,12 +268,6 @@ def part_of_the_model(model, x):
     return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
 
 
-def norm_runs_twice(model, x):
-    y = model.norm1(model.conv1(model.norm0(model.conv0(x)).relu()))
-    (y + model.norm1(2 * model.conv1(model.norm0(model.conv0(x)).relu()))).square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
-
-
 def watched(model, x):
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -289,7 +283,7 @@ def watched(model, x):
 
 WORKS = [
     twice_backward, second_order, some_gradients, two_forwards, checkpointed, functional, called_with_tensors,
-    without_gradients, part_of_the_model, norm_runs_twice, watched,
+    without_gradients, part_of_the_model, watched,
 ]  # fmt: skip
 
 
@@ -312,6 +306,26 @@ def test_a_branch_without_gradients(monkeypatch):
     model, x = small()
     model.__class__ = Half
     assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
+
+
+def test_a_norm_that_runs_again(monkeypatch):
+    """More often than in the example of the conversion. Its first moments must stay for its first backward."""
+
+    class Again(Small):
+        times = 1
+
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            return self.conv2(sum(self.norm1(k * self.conv1(x)) for k in range(1, self.times + 1)))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model, x = convert(Again(), x, statistics_batch_size=2).to(DEVICE), x.to(DEVICE)
+    model.times = 2
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == 1
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
 
 
 def test_a_failed_forward_tracks_what_ran(monkeypatch):

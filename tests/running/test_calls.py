@@ -1,0 +1,94 @@
+"""Host work of a training step, counted without a GPU: kernels are not launched, everything around them runs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+import kalmannorm
+from kalmannorm import convert
+from support.short_way import count_short, use_kernels_on_the_cpu
+
+pytest.importorskip("triton")
+PACKAGE = str(Path(kalmannorm.__file__).parent)
+NORMS = 53  # of ResNet-50
+
+
+@pytest.fixture(autouse=True)
+def _no_launches(monkeypatch):
+    """Launches do nothing, as if all kernels were built."""
+    from kalmannorm._ops.propagate import triton_bundle
+    from kalmannorm._ops.triton_launching import Ready
+
+    if torch.cuda.is_available():
+        pytest.skip("kernels would really run")
+    use_kernels_on_the_cpu(monkeypatch)
+    monkeypatch.setattr("kalmannorm._running.prior_bundles._runner", lambda *_: triton_bundle)
+    monkeypatch.setattr(Ready, "__call__", lambda self, *given: None)
+    monkeypatch.setattr(Ready, "direct", lambda self, *given: lambda stream, *addresses: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+
+def calls_of(work):
+    """Python and C functions that `work` calls, with the file of each Python function."""
+    found = Counter()
+
+    def seen(frame, event, argument):
+        if event == "call":
+            found[frame.f_code.co_filename] += 1
+        elif event == "c_call":
+            found["C"] += 1
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def resnet50(x):
+    model = torchvision.models.resnet50(num_classes=10).to(memory_format=torch.channels_last)
+    return convert(model, x, statistics_batch_size=2)
+
+
+def steps(model, x, count=1):
+    for _ in range(count):
+        model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+def test_calls_of_a_step_of_resnet50(monkeypatch):
+    """Forward and backward, all calls of the model included. It was 767 per norm, and 42 with BatchNorm."""
+    x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    model = resnet50(x)
+    with monkeypatch.context() as patch:
+        taken = count_short(patch)
+        steps(model, x, 3)
+    assert len(taken) == 3 * (NORMS - 1)  # the first norm has no prior
+    assert sum(calls_of(lambda: steps(model, x)).values()) <= 110 * NORMS
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")
+def test_files_of_the_forward_of_one_norm():
+    """Someone who reads what happens in a step opens few files. It was 16."""
+    x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    model = resnet50(x)
+    steps(model, x, 2)
+    norm, found = model.layer2[1].bn2, []
+    forward = norm.forward
+
+    def counted(*args, **options):
+        found.append(calls_of(lambda: results.append(forward(*args, **options))))
+        return results[-1]
+
+    results = []
+    norm.forward = counted
+    steps(model, x)
+    files = {name.removeprefix(PACKAGE) for name in found[0] if name.startswith(PACKAGE)}
+    assert 1 < len(files) <= 8, files
