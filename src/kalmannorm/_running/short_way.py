@@ -21,7 +21,8 @@ from torch.autograd import forward_ad
 from kalmannorm._groups import group_size
 from kalmannorm._ops.dispatch import row_kernels_for, tracking_for
 from kalmannorm._ops.normalize.registered import memory_format_of
-from kalmannorm._ops.normalize.rows import Memory, RowKernels, normalize
+from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels
+from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in

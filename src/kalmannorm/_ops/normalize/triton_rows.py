@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
-from kalmannorm._ops.normalize.rows import Memory
+from kalmannorm._ops.normalize.row_kernels import Memory
 from kalmannorm._ops.normalize.tiling import launch_for, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
 from kalmannorm._ops.propagate.bundle import ROWS
