@@ -40,6 +40,10 @@ def step(
         bool | None,
         typer.Option("--cuda-graph/--no-cuda-graph", help="Capture each step as a CUDA graph. [default: on a GPU]"),
     ] = None,
+    eager: Annotated[
+        bool,
+        typer.Option("--eager/--no-eager", help="Beside CUDA graphs, also time steps as an ordinary loop runs them."),
+    ] = True,
     precision: Annotated[str, typer.Option("--precision", help="float32, or bf16 under autocast.")] = "float32",
     image_size: Annotated[
         int | None, typer.Option("--image-size", help="Pixels per side. [default: 32 for CIFAR nets, 224 for others]")
@@ -87,7 +91,7 @@ def step(
         chosen.append(Entry(NONE, Setting(whole, whole)))
 
     def runs(watch: Watch) -> Iterator[Rows]:
-        yield bench(case, chosen, rounds, watch=watch)
+        yield bench(case, chosen, rounds, eager=eager, watch=watch)
 
     axes = {"panel": "model", "place": "setting", "line": ("method", "way")}
     bench_output.show(runs, _table, output=output, plot=plot, as_json=as_json, axes=axes)
@@ -103,10 +107,14 @@ def _table(rows: Rows) -> tuple[str, Columns]:
         "ms": [number(row["ms"], 1 if first["ms"] > 100 else 2) for row in rows],
         "ratio": [number(row["ratio"]) for row in rows],
         "p20 – p80": [around(row, "ratio") for row in rows],
+        "eager ms": [number(row["eager_ms"]) for row in rows],
+        "eager ratio": [number(row["eager_ratio"]) for row in rows],
         "kernels": [number(row["kernels"], 0) for row in rows],
         "MiB": [number(row["peak_mib"], 0) for row in rows],
         "MiB ratio": [number(row["peak_ratio"], 3) for row in rows],
     }
     if first["kernels"] is None:
         del columns["kernels"]
+    if first["eager_ms"] is None:
+        del columns["eager ms"], columns["eager ratio"]
     return title, columns

@@ -1,8 +1,8 @@
 """Time, kernels and peak memory of a training step, compared with the same network and nn.BatchNorm2d.
 
 A step is forward, loss, backward and optimizer, on a batch that is already on the device. On a GPU it is captured once
-as a CUDA graph and replayed. First every contender is checked, and nothing is timed if one is wrong. Then they take
-turns.
+as a CUDA graph and replayed. Then the same steps are timed eagerly, as an ordinary training loop runs them. First every
+contender is checked, and nothing is timed if one is wrong. Then they take turns.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ import torch
 
 from kalmannorm.lab.bench.step_checks import check, check_replay
 from kalmannorm.lab.bench.step_contenders import Case, Contender, Entry
-from kalmannorm.lab.bench.timing import Timed, count_kernels, timed
-from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ratios, spread, take_turns
+from kalmannorm.lab.bench.timing import Call, Timed, count_kernels, timed
+from kalmannorm.lab.bench.turns import Seconds, Watch, check_rounds, processor_ratios, ratios, spread, take_turns
 from kalmannorm.lab.files.records import Record
 
 SAMPLE = 2e-2
 """Seconds of one sample on a GPU, which is a few replays. On a CPU a sample is one step."""
+EAGER_SAMPLE = 1e-1
+"""Seconds of one eager sample on a GPU. Its steps vary more than replays."""
 
 
-def bench(case: Case, entries: Sequence[Entry], rounds: int = 15, *, watch: Watch = lambda _: None) -> list[Record]:
-    """One record per contender. `entries` begins with nn.BatchNorm, the baseline."""
+def bench(
+    case: Case, entries: Sequence[Entry], rounds: int = 15, *, eager: bool = False, watch: Watch = lambda _: None
+) -> list[Record]:
+    """One record per contender. `entries` begins with nn.BatchNorm, the baseline.
+
+    `eager`: if steps are replayed as CUDA graphs, also time them without.
+    """
     check_rounds(rounds)
     case.checked()
     images, labels = case.batch()
@@ -37,12 +44,12 @@ def bench(case: Case, entries: Sequence[Entry], rounds: int = 15, *, watch: Watc
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True  # shapes are constant, so all contenders use the same fastest algorithms
     try:
-        return _rows(case, contenders, rounds, watch)
+        return _rows(case, contenders, rounds, eager, watch)
     finally:
         torch.backends.cudnn.benchmark = before
 
 
-def _rows(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch) -> list[Record]:
+def _rows(case: Case, contenders: Sequence[Contender], rounds: int, eager: bool, watch: Watch) -> list[Record]:
     ready: dict[str, Timed] = {}
     # Only one graph runs at a time, so all can use the same memory.
     pool = torch.cuda.graph_pool_handle() if case.cuda_graph else None
@@ -52,10 +59,13 @@ def _rows(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     times = take_turns({name: one.seconds for name, one in ready.items()}, rounds, watch)
     base = times[str(contenders[0].entry)]
+    direct = _eager(case, contenders, rounds, watch) if eager and case.cuda_graph else {}
+    direct_base = direct.get(str(contenders[0].entry), [])
     rows, peaks = [], []
     for contender in contenders:
         watch(f"memory of {contender.entry}")
         entry, own = contender.entry, times[str(contender.entry)]
+        own_direct = direct.get(str(entry), [])
         peaks.append(contender.peak())
         rows.append(
             {
@@ -71,6 +81,8 @@ def _rows(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch
                 **spread("ms", [1e3 * seconds.clock for seconds in own]),
                 **spread("ratio", ratios(own, base)),
                 **spread("processor_ratio", processor_ratios(own, base)),
+                **spread("eager_ms", [1e3 * seconds.clock for seconds in own_direct]),
+                **spread("eager_ratio", ratios(own_direct, direct_base)),
                 "kernels": count_kernels(contender.step, case.device),
                 "peak_mib": round(peaks[-1] / 2**20, 1),
                 "peak_ratio": round(peaks[-1] / peaks[0], 3),
@@ -82,9 +94,22 @@ def _rows(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch
     return rows
 
 
+def _eager(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watch) -> dict[str, list[Seconds]]:
+    """Seconds of eager steps, in rounds of their own. The graphs are still there, but do not run."""
+    ready: dict[str, Timed] = {}
+    for contender in contenders:
+        watch(f"warming up {contender.entry}, eager")
+        ready[str(contender.entry)] = timed(_call(contender), case.device, graph=False, sample=EAGER_SAMPLE)
+    return take_turns({name: one.seconds for name, one in ready.items()}, rounds, watch)
+
+
+def _call(contender: Contender) -> Call:
+    return lambda: (contender.step(),)
+
+
 def _timed(case: Case, contender: Contender, pool: object) -> Timed:
     sample = SAMPLE if case.device.type == "cuda" else 0.0
-    ready = timed(lambda: (contender.step(),), case.device, graph=case.cuda_graph, sample=sample, pool=pool)
+    ready = timed(_call(contender), case.device, graph=case.cuda_graph, sample=sample, pool=pool)
     if case.cuda_graph:
         check_replay(contender, ready)
     return ready
