@@ -122,12 +122,13 @@ class TrackedNorm(_NormBase):
 
         None if the device has none, or if the norm accumulates or is observed.
         """
-        fits = self.running_mean is not None and (self.running_mean.dtype, self.running_mean.device) == (
-            rows.dtype,
-            rows.device,
-        )
-        own = self._pending is None and "_track" not in vars(self)  # `recalibrate` replaces `_track`
-        return tracking_for(rows) if fits and own and not transformed() else None
+        return tracking_for(rows) if self.tracks_by_itself(rows) and not transformed() else None
+
+    def tracks_by_itself(self, rows: Tensor) -> bool:
+        """Whether the buffers fit these rows, and nobody else collects the statistics."""
+        mean = self.running_mean
+        fits = mean is not None and (mean.dtype, mean.device) == (rows.dtype, rows.device)
+        return fits and self._pending is None and "_track" not in vars(self)  # `recalibrate` replaces `_track`
 
     def _averages(self) -> Kind:
         """Which kind of average `_pool` and `_updated` compute."""

@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 
 from kalmannorm._groups import group_size
 from kalmannorm._ops.normalize import aten
+from kalmannorm._ops.normalize.aten_rows import AtenRows
+from kalmannorm._ops.track import aten_many
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 2**20
@@ -40,10 +42,17 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
     """The class that prepares a norm on x for the short way, or None."""
     if kernels_for(x, statistics_batch_size) is aten:
-        return None
+        return AtenRows if x.device.type == "cpu" else None
     from kalmannorm._ops.normalize.triton_rows import TritonRows
 
     return TritonRows
+
+
+def tracking_together_for(moments: Tensor) -> ModuleType | None:
+    """A module with `Together`, which updates the statistics of many norms from one tensor of moments, or None."""
+    if _read_by_kernels(moments):
+        return _tracking()
+    return aten_many if moments.device.type == "cpu" else None
 
 
 def tracking_for(rows: Tensor) -> ModuleType | None:

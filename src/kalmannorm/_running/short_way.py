@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kalmannorm._groups import group_size
-from kalmannorm._ops.dispatch import row_kernels_for, tracking_for
+from kalmannorm._groups import group_size, statistics_dtype
+from kalmannorm._ops.dispatch import row_kernels_for, tracking_together_for
 from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels
 from kalmannorm._ops.normalize.rows import normalize
@@ -67,7 +67,7 @@ class Place:
     def check(self, norm: Any, moments: Tensor) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
         self.tracks, self.changes = norm.track_running_stats, Changes.count
-        self.usable = norm.takes_short_way() and not (self.tracks and norm._launch(moments) is None)
+        self.usable = norm.takes_short_way() and (not self.tracks or norm.tracks_by_itself(moments))
         self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
 
 
@@ -116,7 +116,7 @@ class Block:
         self.layout = part.layout(groups)
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.device = x.device
-        self.moments = torch.empty(self.layout.total, device=x.device, dtype=torch.float32)
+        self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
         self.memory = Memory(self.moments)
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
@@ -177,7 +177,8 @@ class ShortForward:
         results = self.memo.setdefault((x.device.index, torch.is_grad_enabled()), Results())
         if not isinstance(results, Results):
             return None
-        context = Context(x.device, torch.float32, {}, x.shape[0])
+        dtype = statistics_dtype(x)
+        context = Context(x.device, dtype, {}, x.shape[0])
         self.bundles.fill(call, target, context, results)
         number = self.bundles.of_call.get(call)
         if number is None or call not in results.rows:
@@ -185,7 +186,7 @@ class ShortForward:
         part = self.bundles.parts[number]
         rows, groups = [results.rows[each.identity] for each in part.calls], groups_in(part, context)
         # A norm that took the long way may have made the rows, for another number of examples.
-        fits = rows[0].dtype == torch.float32 and [each.shape[1] for each in rows] == groups
+        fits = rows[0].dtype == dtype and [each.shape[1] for each in rows] == groups
         return Block(ShortPart.of(part), rows, groups, x) if fits and stream_of(x.device) >= 0 else None
 
     def track(self) -> None:
@@ -216,7 +217,7 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
 
 def _track(block: Block) -> None:
     untracked, block.untracked = block.untracked, {}
-    part, kernels = block.part, tracking_for(block.moments)
+    part, kernels = block.part, tracking_together_for(block.moments)
     assert kernels is not None
     key = block.layout, Changes.count, tuple(untracked.items())
     together = part.tables.get(key)
@@ -234,7 +235,10 @@ def _track(block: Block) -> None:
             part.tables.pop(other, None)
         part.tables[key] = together
     with torch.no_grad():
-        together.track(block.moments)
+        skipped = together.track(block.moments)
+    for number in skipped:
+        norm: Any = part.norms[list(untracked)[number]].module()
+        norm._warn_skipped()
 
 
 def _request(block: Block, index: int, values: int) -> TrackingRequest:

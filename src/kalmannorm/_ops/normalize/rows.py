@@ -58,7 +58,7 @@ def _through_the_op(
     dx = found.pop(0)
     d_residual = found.pop(0) if y is not None else grad_y if kernels.residual else None
     d_mean, d_var, d_gain, d_weight, d_bias = found
-    return dx, torch.stack([d_weight, d_bias, d_mean, d_var, d_gain]), d_residual
+    return dx, torch.stack([d_weight, d_bias, d_mean, d_var, d_gain]), d_residual if kernels.residual else None
 
 
 normalize: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply

@@ -56,7 +56,8 @@ def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tupl
     var = torch.mv(matrix.square(), weighted[1])
     if len(seen.of_kinds) == 1:
         return torch.mv(matrix, weighted[0]), var, None
-    sums = (given[:1] @ matrix.view(layer.outputs, -1, taps)).squeeze(1)  # (K, taps)
+    # (K, taps). A batched matrix product would run row by row on a CPU.
+    sums = (matrix.view(layer.outputs, -1, taps) * given[0].unsqueeze(1)).sum(1)
     means = sums @ seen.inside.t()
     mean = torch.mv(means, seen.of_kinds)
     away = means - mean.unsqueeze(1)
@@ -87,7 +88,9 @@ def backward(
         else:
             grad_kinds = torch.addcmul(grad[0].unsqueeze(1), grad[1].unsqueeze(1), away, value=2) * seen.of_kinds
             grad_taps = grad_kinds @ seen.inside  # (K, taps)
-        sums = (matrix.view(layer.outputs, -1, taps) @ grad_taps.unsqueeze(2)).sum((0, 2))
+        # Products of all pairs of taps. Only those of a tap with itself are needed, but a batched product is slower.
+        pairs = torch.mm(grad_taps.t(), matrix).view(taps, -1, taps)
+        sums = pairs.diagonal(dim1=0, dim2=2).sum(1)
         moments = torch.stack([sums, torch.mv(by_tap.view(-1, taps), seen.of_taps)])
     if not asked:
         return moments, None

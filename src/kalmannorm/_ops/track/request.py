@@ -12,6 +12,13 @@ Kind: TypeAlias = Literal["total", "plain", "sigma"]
 """The quantity that running statistics average: total variances, plain variances or standard deviations."""
 
 
+BUFFERS = (
+    "running_mean", "running_var", "observed_mean", "observed_var",
+    "values_tracked", "num_batches_tracked", "skipped_batches",
+)  # fmt: skip
+"""The names of a norm's buffers, in the order of `TrackingRequest.buffers`."""
+
+
 class TrackingRequest(NamedTuple):
     """One update, for groups of `size` examples of a batch with `examples` examples and `values` values per channel.
 

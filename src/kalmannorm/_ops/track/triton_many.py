@@ -18,18 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
-from kalmannorm._ops.track.request import TrackingRequest
+from kalmannorm._ops.track.request import BUFFERS, TrackingRequest
 from kalmannorm._ops.track.triton_one import KINDS, track, track_block
 from kalmannorm._ops.triton_launching import ready
 from kalmannorm._ops.triton_shared import await_previous
 
 __all__ = ["Together", "track", "track_many"]
 
-BUFFERS = (
-    "running_mean", "running_var", "observed_mean", "observed_var",
-    "values_tracked", "num_batches_tracked", "skipped_batches",
-)  # fmt: skip
-"""The names of a norm's buffers, in the order of `TrackingRequest.buffers`."""
 KEPT = 64
 """Number of tables that are kept, the most recently written. Tables that a CUDA graph reads are always kept."""
 TILE = 2048
@@ -187,7 +182,8 @@ class Together:
     def captured(self) -> bool:
         return any(table.captured for table in self.tables)
 
-    def track(self, moments: Tensor) -> None:
+    def track(self, moments: Tensor) -> list[int]:
+        """Update all buffers. Nobody waits for the device, so it is not known which norms were skipped."""
         capturing = moments.is_cuda and torch.cuda.is_current_stream_capturing()
         for table, launch in zip(self.tables, self.launches, strict=True):
             scratch = torch.empty(table.scratch, device=moments.device, dtype=torch.float32)
@@ -195,6 +191,7 @@ class Together:
             launch(moments, table.table, table.work, scratch, table.arrived)
             table.captured |= capturing
         torch.autograd.graph.increment_version(self.buffers)
+        return []
 
 
 def _written(requests: Sequence[TrackingRequest], device: torch.device, starts: Sequence[int] | None = None) -> Table:
