@@ -150,6 +150,8 @@ class ShortForward:
         index = place.index
         if place.changes != Changes.count:
             place.check(norm, block.moments)
+        if index in block.untracked:
+            self.track()  # the norm runs again: its first update is made before the second
         if index in block.ran or not place.usable:
             return None
         key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu

@@ -1,0 +1,356 @@
+"""Tests of the short way, for two modules: one runs them with this machine's operations, one with Triton's kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from kalmannorm import accumulate_statistics, convert, freeze_statistics
+from kalmannorm._model.settings import norms
+from support.bundled_nets import IMAGE, Blocks, Branches, converted
+from support.poisoned import DEVICE, poison
+from support.short_way import count_short, the_long_way
+from support.wide import narrow
+
+
+class Small(nn.Module):
+    """Three norms, two of them with a prior."""
+
+    def __init__(self, side=5):
+        super().__init__()
+        self.conv0, self.norm0 = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
+        self.conv1, self.norm1 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = self.norm0(self.conv0(x)).relu()
+        x = self.norm1(self.conv1(x)).relu()
+        return self.norm2(self.conv2(x))
+
+
+def small(**options):
+    """In channels_last, where few programs of a kernel compute a norm: the interpreter runs them one by one."""
+    model = converted(Small(), (4, 2, 5, 5), **options).to(DEVICE).to(memory_format=torch.channels_last)
+    return model, torch.randn(4, 2, 5, 5, device=DEVICE).to(memory_format=torch.channels_last)
+
+
+def step(model, x):
+    """Output, gradients and statistics of one training step of a copy."""
+    return own_step(copy.deepcopy(model), x)
+
+
+def own_step(model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.square().sum() + y.sum()).backward()
+    found = {"y": y.detach(), "x": x.grad} | {f"d {name}": p.grad for name, p in model.named_parameters()}
+    return {name: None if t is None else t.clone() for name, t in (found | dict(model.named_buffers())).items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] is None) == (value is None), name
+        if value is not None:
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def with_prior(model):
+    return [norm for _, norm in norms(model) if norm.prior_features is not None]
+
+
+@pytest.mark.parametrize("make", [Blocks, Branches])
+@pytest.mark.parametrize("layout", narrow([torch.contiguous_format, torch.channels_last], [torch.channels_last]))
+def test_equals_the_long_way(make, layout, monkeypatch):
+    model = converted(make(), IMAGE).to(DEVICE).to(memory_format=layout)
+    x = torch.randn(4, *IMAGE[1:], device=DEVICE).to(memory_format=layout)
+    taken = count_short(monkeypatch)
+    poison(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == len(with_prior(model))
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_residual_and_relu(residual, relu, monkeypatch):
+    class Net(Small):
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            x = self.conv1(x)
+            return self.conv2(self.norm1(x, residual=x if residual else None, relu=relu))
+
+    model, x = small()
+    model.__class__ = Net
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert taken
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_several_steps(monkeypatch):
+    """Parameters move, and a smaller last batch comes and goes. Statistics are those of the long way."""
+    model, x = small()
+    twin = copy.deepcopy(model)
+    taken = count_short(monkeypatch)
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for batch in (x, -x, x[:3], 2 * x):
+            found = own_step(model, batch)
+            optimizer.step()
+        return found
+
+    found = train(model)
+    assert len(taken) == 4 * 2
+    assert_same(found, the_long_way(monkeypatch, train, twin))
+
+
+def set_all(name, value):
+    def change(model):
+        for norm in with_prior(model):
+            setattr(norm, name, value)
+
+    return change
+
+
+def other_memory(model):
+    for norm in with_prior(model):
+        norm.running_mean.data = norm.running_mean.data.clone() + 1
+        norm.weight.data = 2 * norm.weight.data.clone()
+    model.conv1.weight.data = 2 * model.conv1.weight.data.clone()
+
+
+def other_buffers(model):
+    for norm in with_prior(model):
+        norm._buffers["running_var"] = 2 * norm.running_var
+
+
+def other_parameters(model):
+    model.norm1.weight = nn.Parameter(2 * model.norm1.weight.detach())
+    model.conv2.weight = nn.Parameter(2 * model.conv2.weight.detach())
+
+
+def hooked(model):
+    model.norm1.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def less_gradient(model):
+    model.conv1.weight.requires_grad_(False)
+    model.norm1.weight.requires_grad_(False)
+
+
+CHANGES = {
+    "eps": (set_all("eps", 0.5), 2),
+    "momentum": (set_all("momentum", 0.5), 2),
+    "cumulative average": (set_all("momentum", None), 2),
+    "plain variances": (set_all("total_variance", False), 2),
+    "statistics batch": (set_all("statistics_batch_size", 1), 2),
+    "no statistics any more": (set_all("track_running_stats", False), 2),
+    "memory": (other_memory, 2),
+    "buffers": (other_buffers, 2),
+    "parameters": (other_parameters, 2),
+    "hook": (hooked, 2),
+    "frozen parameters": (less_gradient, 2),
+    "process group": (set_all("process_group", "world"), 0),
+    "frozen statistics": (lambda model: freeze_statistics(model), 0),
+    "inference": (lambda model: model.eval(), 0),
+    "own method": (lambda model: setattr(model.norm1, "_normalize", model.norm1._normalize), 1),
+    "double precision": (lambda model: model.double(), None),  # short on a CPU, long with kernels
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_prepared_expires(change, monkeypatch):
+    """After steps on the short way a setting changes. The next step sees it, on the way that fits."""
+    make, expected = CHANGES[change]
+    model, x = small()
+    own_step(model, x)
+    own_step(model, x)
+    make(model)
+    x = x.to(next(model.parameters()).dtype)
+    twin = copy.deepcopy(model)
+    taken = count_short(monkeypatch)
+    found = own_step(model, x)
+    assert expected is None or len(taken) == expected
+    assert_same(found, the_long_way(monkeypatch, own_step, twin, x))
+
+
+def test_accumulated_statistics(monkeypatch):
+    model, x = small()
+    own_step(model, x)
+
+    def accumulate(model):
+        with accumulate_statistics(model):
+            own_step(model, x)
+            own_step(model, -x)
+        return own_step(model, x)
+
+    twin = copy.deepcopy(model)
+    assert_same(accumulate(model), the_long_way(monkeypatch, accumulate, twin))
+
+
+def twice_backward(model, x):
+    """`retain_graph`: the gradients of both backwards are added."""
+    y = model(x)
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def second_order(model, x):
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+
+
+def some_gradients(model, x):
+    """Of one parameter each; the others get none."""
+    asked = model.conv1.weight, model.norm1.gain_logit, model.norm2.weight
+    return {str(i): torch.autograd.grad(model(x).square().sum(), p)[0] for i, p in enumerate(asked)}
+
+
+def two_forwards(model, x):
+    """Both graphs live at once."""
+    first, second = model(x), model(-x)
+    (first * second).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def checkpointed(model, x):
+    x = x.clone().requires_grad_()
+    checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()) | {"x": x.grad}
+
+
+def functional(model, x):
+    parameters = {name: 1.5 * p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return functional_call(model, parameters | buffers, (x,)).square().sum()
+
+    return torch.func.grad(loss)(parameters)
+
+
+def called_with_tensors(model, x):
+    """`functional_call` without a transform: parameters that are no leaves."""
+    parameters = {name: (1.5 * p).clone() for name, p in model.named_parameters()}
+    functional_call(model, parameters, (x,)).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def without_gradients(model, x):
+    with torch.no_grad():
+        return {"y": model(x)} | dict(model.named_buffers())
+
+
+def part_of_the_model(model, x):
+    """Parts are called one by one."""
+    y = model.norm0(model.conv0(x)).relu()
+    y = model.norm2(model.conv2(model.norm1(model.conv1(y)).relu()))
+    y.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+def watched(model, x):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with Seen():
+        y = model(x)
+    assert any("batch_kalman_norm" in name for name in names)
+    return {"y": y}
+
+
+WORKS = [
+    twice_backward, second_order, some_gradients, two_forwards, checkpointed, functional, called_with_tensors,
+    without_gradients, part_of_the_model, watched,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_unusual_steps(work, monkeypatch):
+    model, x = small()
+    own_step(model, x)
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    assert_same(work(model, x), the_long_way(monkeypatch, work, twin, x))
+
+
+def test_a_branch_without_gradients(monkeypatch):
+    class Half(Small):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu())).relu()
+            return self.norm2(self.conv2(x))
+
+    model, x = small()
+    model.__class__ = Half
+    assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
+
+
+def test_a_norm_that_runs_again(monkeypatch):
+    """More often than in the example of the conversion. Its first moments must stay for its first backward."""
+
+    class Again(Small):
+        times = 1
+
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            return self.conv2(sum(self.norm1(k * self.conv1(x)) for k in range(1, self.times + 1)))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model, x = convert(Again(), x, statistics_batch_size=2).to(DEVICE), x.to(DEVICE)
+    model.times = 2
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == 1
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_a_failed_forward_tracks_what_ran(monkeypatch):
+    class Stops(Small):
+        def forward(self, x):
+            self.norm1(self.conv1(self.norm0(self.conv0(x)).relu()))
+            raise RuntimeError("stop")
+
+    model, x = small()
+    model.__class__ = Stops
+    twin = copy.deepcopy(model)
+
+    def run(model):
+        with pytest.raises(RuntimeError, match="stop"):
+            model(x)
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    taken = count_short(monkeypatch)
+    found = run(model)
+    assert len(taken) == 1
+    assert_same(found, the_long_way(monkeypatch, run, twin))
+
+
+def test_a_norm_with_another_number_of_examples(monkeypatch):
+    """As in the heads of a detector, which see regions instead of images."""
+
+    class Regions(Small):
+        def forward(self, x):
+            x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu())).relu()
+            return self.norm2(self.conv2(torch.cat([x, -x, 2 * x])))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model, x = convert(Regions(), x, statistics_batch_size=2).to(DEVICE), x.to(DEVICE)
+    assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
