@@ -221,10 +221,10 @@ def forward(
             saved.append(_apply(each.function, entries, work, gradients))
         for layer, work in layers:
             weight, seen = tensors[layer.weight].to(dtype), ready.geometry(layer, dtype)
-            mean, var, away = aten_layers.forward(layer, _taken(entries, work.a), weight, seen)
+            out = entries[:, work.out]
+            away = aten_layers.forward(layer, _taken(entries, work.a), weight, seen, out)
             if layer.bias is not None:
-                mean = mean + tensors[layer.bias]
-            entries[0, work.out], entries[1, work.out] = mean, var
+                out[0].add_(tensors[layer.bias])
             saved.append((away,))
     rows = _stacked(bundle, tensors, _taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
     # Copies, because views would keep all entries alive.

@@ -44,24 +44,30 @@ def _grouped(layer: Layer, weight: Tensor) -> Tensor:
     return group_weight(layer.a.numel(), weight, layer.groups, layer.transposed)
 
 
-def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From moments (2, C): mean and variance (K,), and the deviation of each kind's mean from the mean (K, kinds)."""
+def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry, out: Tensor) -> Tensor | None:
+    """From moments (2, C): write mean and variance into `out` (2, K).
+
+    Returns the deviation of each kind's mean from the mean (K, kinds), or None if there is one kind.
+    """
     if not _dense(layer):
         around = windows(layer.axes, given.dtype, given.device)
         mean, var, away = convolved(given[:1], given[1:], _grouped(layer, weight), *around)
-        return mean[0], var[0], away
+        out[0], out[1] = mean[0], var[0]
+        return away
     taps = seen.of_taps.numel()
     matrix = weight.reshape(layer.outputs, -1)
     weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
-    var = torch.mv(matrix.square(), weighted[1])
+    torch.mv(matrix.square(), weighted[1], out=out[1])
     if len(seen.of_kinds) == 1:
-        return torch.mv(matrix, weighted[0]), var, None
+        torch.mv(matrix, weighted[0], out=out[0])
+        return None
     # (K, taps). A batched matrix product would run row by row on a CPU.
     sums = (matrix.view(layer.outputs, -1, taps) * given[0].unsqueeze(1)).sum(1)
     means = sums @ seen.inside.t()
-    mean = torch.mv(means, seen.of_kinds)
-    away = means - mean.unsqueeze(1)
-    return mean, torch.addmv(var, away.square(), seen.of_kinds), away
+    torch.mv(means, seen.of_kinds, out=out[0])
+    away = means - out[0].unsqueeze(1)
+    out[1].addmv_(away.square(), seen.of_kinds)
+    return away
 
 
 def backward(
