@@ -55,8 +55,7 @@ class Fitting:
     tensors: list[Tensor]
     addresses: list[int]
     runs: dict[torch.dtype, ModuleType] = field(default_factory=dict)  # by dtype of the prior: what runs the bundle
-    wanted: list[bool] | None = None  # the inputs that needed gradients in the last forward
-    state: Any = None  # the state of the last forward, for these
+    last: tuple[list[bool], Any] | None = None  # the inputs that needed gradients in the last forward, and its state
 
     def holds(self, tensors: list[Tensor], device: torch.device) -> bool:
         """Whether these are the same tensors, at the same addresses."""

@@ -303,10 +303,10 @@ class _Bundled(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        wanted = list(ctx.needs_input_grad)
-        known = fitting.state if fitting.wanted == wanted else None
+        wanted, last = list(ctx.needs_input_grad), fitting.last
+        known = last[1] if last is not None and last[0] == wanted else None
         made: Made = run.forward(bundle, tensors, dtype, tensors[0].device, True, known)
-        fitting.wanted, fitting.state = wanted, made.state
+        fitting.last = wanted, made.state
         ctx.bundle, ctx.run, ctx.dtype, ctx.groups, ctx.state = bundle, run, dtype, groups, made.state
         ctx.save_for_backward(*tensors, *made.saved)
         rows, *others = _listed(made)
