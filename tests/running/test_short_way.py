@@ -10,6 +10,7 @@ import torch
 
 from kalmannorm import convert
 from kalmannorm._model.settings import norms
+from kalmannorm._support.changes import Changes
 from support.short_way import count_short, the_long_way
 from support.short_way_cases import *  # noqa: F403
 from support.short_way_cases import Small, assert_same, own_step
@@ -35,6 +36,22 @@ def test_skipped_batches(monkeypatch):
     assert taken
     assert found["norm2.skipped_batches"] == 1 and found["norm1.skipped_batches"] == 0
     assert_same(found, the_long_way(monkeypatch, run))
+
+
+def test_settings_that_keep_their_values_expire_nothing():
+    """Many loops call `model.train()` before every step, and set the momentum of a schedule."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model = convert(Small(), x, statistics_batch_size=2)
+    own_step(model, x)
+    before = Changes.count
+    model.train()
+    model.norm1.momentum = 0.1
+    own_step(model, x)
+    assert Changes.count == before
+    model.norm1.momentum = 0.2
+    model.eval()
+    assert Changes.count == before + 4  # one momentum, three norms in evaluation
 
 
 def test_norms_of_different_kinds(monkeypatch):

@@ -196,7 +196,7 @@ class TrackedNorm(_NormBase):
             warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("_posterior", "_arrived"):
+        if name not in ("_posterior", "_arrived") and not _same(self.__dict__.get(name, Changes), value):
             Changes.count += 1
         super().__setattr__(name, value)
 
@@ -267,6 +267,11 @@ class TrackedNorm(_NormBase):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether a setting keeps its value. Many loops call `model.train()` before every step."""
+    return old is new or (type(old) is type(new) and isinstance(new, (bool, int, float, str)) and old == new)
 
 
 @functools.cache
