@@ -54,6 +54,33 @@ def test_settings_that_keep_their_values_expire_nothing():
     assert Changes.count == before + 4  # one momentum, three norms in evaluation
 
 
+def test_tables_do_not_pile_up():
+    """Evaluation between steps expires them. What they hold does not keep the moments of a forward."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model = convert(Small(), x, statistics_batch_size=2)
+    for _ in range(5):
+        model.eval()
+        model.train()
+        model(x)
+    (bundles,) = model.norm1.wire.relay.bundles.values()
+    assert [len(part.short.tables) for part in bundles.parts] == [1]
+
+
+def test_a_backward_frees_the_moments():
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model = convert(Small(), x, statistics_batch_size=2)
+    loss = model(x).sum()
+    node = loss.grad_fn
+    while "Normalize" not in type(node).__name__:
+        node = node.next_functions[0][0]
+    assert not any(isinstance(each, torch.Tensor) for each in vars(node.run[1]).values())
+    loss.backward()
+    with pytest.raises(RuntimeError, match="freed"):
+        _ = node.saved_tensors
+
+
 def test_norms_of_different_kinds(monkeypatch):
     """Momenta, kinds of averages and statistics batches differ between the norms of one bundle."""
     torch.manual_seed(0)

@@ -354,3 +354,79 @@ def test_a_norm_with_another_number_of_examples(monkeypatch):
     x = torch.randn(4, 2, 5, 5)
     model, x = convert(Regions(), x, statistics_batch_size=2).to(DEVICE), x.to(DEVICE)
     assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
+
+
+class Unusual(Small):
+    """A forward that does something else between its norms, if it is told to."""
+
+    between = None
+
+    def forward(self, x, again=False):
+        x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu())).relu()
+        if self.between is not None:
+            type(self).between(self, x)
+        if again:
+            self(torch.cat([x, x], 1)[:, :2])
+        return self.norm2(self.conv2(x))
+
+
+def without_gradient(model, x):
+    with torch.no_grad():
+        model.norm1(x + 5)
+
+
+BETWEEN = {
+    "the norm runs again without gradients": without_gradient,
+    "the norm runs again on fewer examples": lambda model, x: model.norm1(x[:2] + 5),
+    "the norm runs again and returns its posterior": lambda model, x: model.norm1(x + 5, return_posterior=True),
+    "the norm runs again in a checkpoint": lambda model, x: checkpoint(model.norm1, x + 5, use_reentrant=False),
+    "the statistics batch becomes smaller": lambda model, x: setattr(model.norm2, "statistics_batch_size", 1),
+    "the statistics batch becomes larger": lambda model, x: setattr(model.norm2, "statistics_batch_size", 4),
+    "a momentum changes after its norm ran": lambda model, x: setattr(model.norm1, "momentum", 0.5),
+    "an attribute of the user": lambda model, x: setattr(model.norm1, "last", x.detach()),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_between_the_norms(between, monkeypatch):
+    model, x = small()
+    model.__class__ = Unusual
+    own_step(model, x)
+    monkeypatch.setattr(Unusual, "between", lambda self, x: BETWEEN[between](self, x))
+    twin = copy.deepcopy(model)
+    assert_same(own_step(model, x), the_long_way(monkeypatch, own_step, twin, x))
+
+
+def test_a_forward_that_calls_itself(monkeypatch):
+    model, x = small()
+    model.__class__ = Unusual
+    twin = copy.deepcopy(model)
+
+    def run(model):
+        model(x[..., :3, :3].repeat(1, 1, 2, 2), again=True)
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    assert_same(run(model), the_long_way(monkeypatch, run, twin))
+
+
+def test_a_number_as_residual(monkeypatch):
+    class Net(Small):
+        def forward(self, x):
+            return self.norm1(self.conv1(self.norm0(self.conv0(x)).relu()), residual=2.0)
+
+    model, x = small()
+    model.__class__ = Net
+    assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
+
+
+def test_shared_buffers(monkeypatch):
+    class Same(Small):
+        def __init__(self):
+            super().__init__()
+            self.conv2, self.norm2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5)
+    model, x = convert(Same(), x, statistics_batch_size=2).to(DEVICE), x.to(DEVICE)
+    model.norm2.running_mean, model.norm2.running_var = model.norm1.running_mean, model.norm1.running_var
+    assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))

@@ -242,6 +242,8 @@ class GroupedNorm(TrackedNorm):
             x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, rank_group=rank_group
         )
         if self.track_running_stats and not recomputing():
+            if self.wire is not None:
+                self.wire.track_first_run()
             with torch.no_grad():
                 seen = joint.observation()
                 self._track(seen if prior is None else joint.posterior(posterior), seen, joint.values())

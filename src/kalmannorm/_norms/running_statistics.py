@@ -31,6 +31,13 @@ SKIPPED_WARNING = (
 )
 
 
+_SETTINGS = {
+    "training", "frozen", "eps", "momentum", "observation_momentum", "total_variance", "track_running_stats",
+    "statistics_batch_size", "inference", "_ranks", "covariance", "transition_kind", "prior_features", "num_features",
+    "affine",
+}  # fmt: skip
+
+
 class TrackedNorm(_NormBase):
     """Base of `GroupedNorm`: its statistics. Each training forward updates them once."""
 
@@ -81,6 +88,8 @@ class TrackedNorm(_NormBase):
     def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
         """Update every buffer with the statistics of a forward on x, in groups of `size` examples."""
         examples, values = x.shape[0], x.numel() // x.shape[1]
+        if self.wire is not None:
+            self.wire.track_first_run()
         kernels = self._launch(posterior.mean)
         if kernels is None:
             with torch.no_grad():
@@ -196,13 +205,28 @@ class TrackedNorm(_NormBase):
             warnings.warn(SKIPPED_WARNING, RuntimeWarning, stacklevel=2)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("_posterior", "_arrived") and not _same(self.__dict__.get(name, Changes), value):
-            Changes.count += 1
+        if self._matters(name) and not _same(self.__dict__.get(name, Changes), value):
+            self._expire()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        Changes.count += 1
+        self._expire()
         super().__delattr__(name)
+
+    def _matters(self, name: str) -> bool:
+        """Whether an attribute is a setting, a method, a tensor or a module. Attributes that users add are not."""
+        if name in ("_posterior", "_arrived"):
+            return False
+        own = self.__dict__
+        stored = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        return stored or name in _SETTINGS or hasattr(type(self), name)
+
+    def _expire(self) -> None:
+        """A setting changes. Updates of this forward that still wait are made with the old one."""
+        Changes.count += 1
+        wire = self.__dict__.get("wire")
+        if wire is not None:
+            wire.track_first_run()
 
     def train(self, mode: bool = True) -> TrackedNorm:
         if self.training and not mode:

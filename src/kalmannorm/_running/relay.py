@@ -69,6 +69,9 @@ class Relay:
             self._clear(state)
         if whole or not state.whole:
             state.depth = 0  # parts do not nest: an open one was interrupted
+        if state.depth == 0 and state.short is not None:  # the forward calls itself, or was interrupted
+            state.short.track()
+            state.short = None
         if not whole and state.depth == 0 and active:
             return  # a part, checkpointed or recomputed by itself: the scope of the segment is used
         if state.depth == 0:
@@ -306,6 +309,12 @@ class Wire(Complete):
         if forward is None or target is None or len(self.calls) > 1 or self.sources[0]:
             return None
         return forward.normalize(self.calls[0], target, norm, x, residual, relu)
+
+    def track_first_run(self) -> None:
+        """If the norm ran on the short way in this forward, make its update before its next one."""
+        forward = self.relay.state.short
+        if forward is not None and forward.waits(self.calls[0]):
+            forward.track()
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
         target = self.targets[which]

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from kalmannorm._groups import group_size, statistics_dtype
 from kalmannorm._ops.dispatch import row_kernels_for, tracking_together_for
 from kalmannorm._ops.normalize.registered import memory_format_of
-from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels
+from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.bundling import Call, Part
@@ -117,7 +117,7 @@ class Block:
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.device = x.device
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
-        self.memory = Memory(self.moments)
+        self.memory = Memory(self.moments, Scratch())
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
 
@@ -150,19 +150,19 @@ class ShortForward:
         index = place.index
         if place.changes != Changes.count:
             place.check(norm, block.moments)
-        if index in block.untracked:
-            self.track()  # the norm runs again: its first update is made before the second
         if index in block.ran or not place.usable:
             return None
         key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu
         if residual is not None:
+            if residual.__class__ is not Tensor:
+                return None
             key = *key, residual.__class__, residual.shape, residual.stride(), residual.dtype, residual.device
         if key not in place.kernels:
             if len(place.kernels) >= KEPT:
                 place.kernels.clear()
             place.kernels[key] = prepare(norm, x, residual, relu, block)
         kernels = place.kernels[key]
-        if kernels is None:
+        if kernels is None or kernels.groups != block.layout.groups[index]:  # m may change inside a forward
             return None
         y = normalize(x, block.rows[index], residual, (kernels, block.memory, block.layout.starts[index]))
         block.ran.add(index)
@@ -191,6 +191,11 @@ class ShortForward:
         fits = rows[0].dtype == dtype and [each.shape[1] for each in rows] == groups
         return Block(ShortPart.of(part), rows, groups, x) if fits and stream_of(x.device) >= 0 else None
 
+    def waits(self, call: int) -> bool:
+        """Whether an update of this call's norm is still to be made."""
+        block = self.blocks.get(self.bundles.of_call.get(call, -1))
+        return block is not None and block.part.places[call].index in block.untracked
+
     def track(self) -> None:
         """Update the running statistics of the norms that ran."""
         for block in self.blocks.values():
@@ -202,7 +207,7 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
     """The kernels of a norm for x of this shape. None if it must take the long way."""
     if x.dim() not in norm.input_dims or x.shape[1] != norm.num_features or x.numel() == 0:
         return None
-    if not x.is_contiguous(memory_format=memory_format_of(x)) or not x.is_floating_point():
+    if not x.is_contiguous(memory_format=memory_format_of(x)) or statistics_dtype(x) != block.moments.dtype:
         return None
     if residual is not None:
         same = residual.__class__ is Tensor and (residual.dtype, residual.device) == (x.dtype, x.device)
@@ -227,13 +232,21 @@ def _track(block: Block) -> None:
     if together is None or not together.applies(owners):
         requests = [_request(block, index, values) for index, values in untracked.items()]
         starts = [block.layout.starts[index] for index in untracked]
+        buffers = [id(buffer) for request in requests for buffer in request.buffers()]
+        if len(set(buffers)) < len(buffers):  # norms share buffers: one update follows the other
+            with torch.no_grad():
+                for request, start in zip(requests, starts, strict=True):
+                    kernels.Together.of([request], [start]).track(block.moments)
+            return
         together = kernels.Together.of(requests, starts)
         if together is None:  # in a capture nothing can be uploaded
             with torch.no_grad():
                 for request in requests:
                     kernels.track(request)
             return
-        for other in [other for other, old in part.tables.items() if not old.captured()][: 1 - KEPT]:
+        unused = [other for other, old in part.tables.items() if not old.captured()]
+        outdated = [other for other in unused if other[1] != Changes.count]
+        for other in [*outdated, *unused[: max(len(unused) + 1 - KEPT, 0)]]:
             part.tables.pop(other, None)
         part.tables[key] = together
     with torch.no_grad():

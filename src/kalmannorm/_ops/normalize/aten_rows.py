@@ -29,7 +29,8 @@ class AtenRows:
         y, *moments = aten.forward(inputs)
         assert y is not None
         step = self.groups * self.channels
-        own = memory.moments[start : start + 4 * step].view(4, self.groups, self.channels)
+        # `.data`: other norms have saved the tensor for their backward, and nobody changes their part of it.
+        own = memory.moments.data[start : start + 4 * step].view(4, self.groups, self.channels)
         torch.stack(moments, out=own)  # type: ignore[arg-type]
         return y
 

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
-class Memory:
-    """Memory that the norms of a bundle share in one forward and its backward, on one stream.
+class Scratch:
+    """Memory between two launches of one norm. All norms of a bundle use the same, one after the other."""
 
-    `moments` holds the moments of all norms. Scratch memory is used between two launches of one norm.
-    """
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
 
-    def __init__(self, moments: Tensor) -> None:
-        self.moments, self.address = moments, moments.data_ptr()
-        self._scratch, self._size = moments, 0
+    def of(self, like: Tensor, values: int) -> int:
+        """The address of memory for so many float32 values."""
+        if self.memory is None or self.memory.numel() < values:
+            self.memory = like.new_empty(values)
+        return self.memory.data_ptr()
 
-    def scratch(self, values: int) -> int:
-        """The address of memory for so many float32 values. The next norm uses the same memory."""
-        if self._size < values:
-            self._scratch, self._size = self.moments.new_empty(values), values
-        return self._scratch.data_ptr()
+
+class Memory(NamedTuple):
+    """Memory that the norms of a bundle share in one forward and its backward, on one stream: moments, and scratch."""
+
+    moments: Tensor
+    scratch: Scratch
 
 
 class RowKernels(Protocol):
     """One norm on x of one shape, prepared: see `triton_rows.py`."""
 
     keeps_output: bool
+    groups: int
     masked: bool
     residual: bool
     values: int

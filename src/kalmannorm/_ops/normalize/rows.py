@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kalmannorm._ops.normalize.arguments import BackwardInputs, Inputs, Results
 from kalmannorm._ops.normalize.registered import batch_kalman_norm_backward, watched
-from kalmannorm._ops.normalize.row_kernels import RowKernels, Run
+from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Run
 
 
 class Normalize(torch.autograd.Function):
@@ -24,22 +24,25 @@ class Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Run) -> Tensor:
         kernels, memory, start = run
         y = kernels.forward(x, rows, residual, memory, start)
-        ctx.run = run
+        ctx.run = kernels, memory.scratch, start
+        # The moments are saved as tensors are, so that a backward frees them even if the graph lives on.
         if kernels.keeps_output:
-            ctx.save_for_backward(x, rows, y)
+            ctx.save_for_backward(x, rows, memory.moments, y)
         else:
-            ctx.save_for_backward(x, rows)
+            ctx.save_for_backward(x, rows, memory.moments)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, memory, start = ctx.run
-        x, rows, *rest = ctx.saved_tensors
+        kernels, scratch, start = ctx.run
+        x, rows, moments, *rest = ctx.saved_tensors
         y = rest[0] if rest else None
         if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
-            gradients = _through_the_op(kernels, grad_y, x, rows, y, kernels.moments(memory.moments, start))
+            gradients = _through_the_op(kernels, grad_y, x, rows, y, kernels.moments(moments, start))
         else:
-            gradients = kernels.backward(grad_y, x, y, rows, memory, start)
+            gradients = kernels.backward(grad_y, x, y, rows, Memory(moments, scratch), start)
+            if start == 0:  # the first norm of the bundle, so the last of its backward
+                scratch.memory = None
         return *gradients, None
 
 

@@ -35,13 +35,13 @@ class TritonRows:
         strides = RowStrides(0, 0, 0, 0, 1)
         how = launch_for(shape, processors, residual=residual, wide=wide)
         self.forward_launches = forward_launches(shape, how, x.device, strides, eps, relu, residual)
-        self.forward_scratch = Scratch.of(shape.groups, how.splits, how.K, shape.C)
+        self.forward_scratch = Shares.of(shape.groups, how.splits, how.K, shape.C)
         how = launch_for(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
         strides, arrived = strides._replace(bias=mask), (False, False)
         self.backward_launches = backward_launches(
             shape, how, x.device, strides, eps, relu, self.keeps_output, True, arrived
         )
-        self.backward_scratch = Scratch.of(shape.groups, how.splits, how.K, shape.C)
+        self.backward_scratch = Shares.of(shape.groups, how.splits, how.K, shape.C)
         self.masked = mask is not None
         self.step = shape.groups * shape.C
         self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
@@ -59,7 +59,7 @@ class TritonRows:
             self._forward(x, y, rows, residual, memory.moments, start)
             return y
         step, pitch = self.step_bytes, self.pitch_bytes
-        mean = memory.address + 4 * start
+        mean = memory.moments.data_ptr() + 4 * start
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         addresses = (
             rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
@@ -68,7 +68,7 @@ class TritonRows:
         if self.forward_scratch is None:
             launches[0](stream, x_at, y_at, residual_at, *addresses)
             return y
-        sums = memory.scratch(self.forward_scratch.values)
+        sums = memory.scratch.of(memory.moments, self.forward_scratch.values)
         count = sums + self.forward_scratch.sums
         launches[0](stream, x_at, sums, count)
         launches[1](stream, x_at, y_at, residual_at, sums, count, *addresses)
@@ -111,7 +111,7 @@ class TritonRows:
             self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, memory.moments, start)
         else:
             step, pitch = self.step_bytes, self.pitch_bytes
-            mean, d_weight = memory.address + 4 * start, d_rows.data_ptr()
+            mean, d_weight = memory.moments.data_ptr() + 4 * start, d_rows.data_ptr()
             bias = rows_at + pitch if self.masked else None
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             addresses = (
@@ -122,7 +122,7 @@ class TritonRows:
             if self.backward_scratch is None:
                 launches[0](stream, grad_at, x_at, y_at, dx_at, d_residual_at, *addresses)
             else:
-                sums = memory.scratch(self.backward_scratch.values)
+                sums = memory.scratch.of(memory.moments, self.backward_scratch.values)
                 launches[0](stream, grad_at, x_at, y_at, d_residual_at, sums, rows_at, bias, mean, mean + step)
                 launches[1](stream, d_residual_at or grad_at, x_at, dx_at, sums, *addresses)
         return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None
@@ -164,7 +164,7 @@ class TritonRows:
         return moments[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)
 
 
-class Scratch:
+class Shares:
     """Memory between two launches: partial sums, then the number of values of each share."""
 
     def __init__(self, groups: int, splits: int, K: int, channels: int) -> None:
@@ -175,7 +175,7 @@ class Scratch:
         self.used = values
 
     @classmethod
-    def of(cls, groups: int, splits: int, K: int, channels: int) -> Scratch | None:
+    def of(cls, groups: int, splits: int, K: int, channels: int) -> Shares | None:
         """None if one launch is enough."""
         return cls(groups, splits, K, channels) if splits else None
 

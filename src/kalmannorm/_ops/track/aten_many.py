@@ -53,8 +53,9 @@ class _Alike:
 
     def __init__(self, numbers: list[int], requests: Sequence[TrackingRequest], starts: Sequence[int]) -> None:
         self.numbers, chosen = numbers, [requests[number] for number in numbers]
-        self.first, like = chosen[0], chosen[0].running[0]
-        self.groups = self.first.posterior.mean.shape[0]
+        first, like = chosen[0], chosen[0].running[0]  # requests are not kept: they hold the moments of a forward
+        self.total_variance, self.momentum = first.kind == "total", first.momentum
+        self.observation_momentum, self.groups = first.observation_momentum, first.posterior.mean.shape[0]
         self.sizes = [each.running[0].numel() for each in chosen]
         self.means, self.vars = ([each.running[part] for each in chosen] for part in range(2))
         observed = [each.observed for each in chosen if each.observed is not None]
@@ -62,7 +63,7 @@ class _Alike:
         self.tracked, self.batches, self.skipped = ([each.counts[part] for each in chosen] for part in range(3))
         with torch.inference_mode(False):  # the kept tensors are also used in training
             self.values = torch.tensor([each.values for each in chosen])
-            self.shares = group_sizes(self.first.examples, self.first.size, like) / self.first.examples
+            self.shares = group_sizes(first.examples, first.size, like) / first.examples
             self.owner = torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor(self.sizes))
             places = [
                 starts[number] + torch.arange(4 * self.groups * size).view(4, self.groups, size)
@@ -71,18 +72,18 @@ class _Alike:
             self.places = torch.cat(places, 2).flatten()
 
     def track(self, moments: Tensor) -> list[int]:
-        request, total_variance = self.first, self.first.kind == "total"
+        total_variance = self.total_variance
         mean, var, seen_mean, seen_var = moments.index_select(0, self.places).view(4, self.groups, -1).unbind(0)
         tracked = torch.stack(self.tracked)
         total = values_seen(tracked, torch.stack(self.batches), self.values) + self.values
         share = self.values / total.to(mean.dtype)
-        alpha = share[self.owner] if request.momentum is None else request.momentum
+        alpha = share[self.owner] if self.momentum is None else self.momentum
         population = Groups(Moments(mean, var), self.shares).pooled(total_variance=total_variance)
         old = [torch.cat(self.means), torch.cat(self.vars)]
         new = [*updated(old[0], old[1], population, alpha, total_variance=total_variance)[:2]]
         buffers = [self.means, self.vars]
         if self.observed_means:
-            rate = share if request.momentum is None else hastened(share, request.observation_momentum)
+            rate = share if self.momentum is None else hastened(share, self.observation_momentum)
             observation = Groups(Moments(seen_mean, seen_var), self.shares).pooled(total_variance=True)
             seen = [torch.cat(self.observed_means), torch.cat(self.observed_vars)]
             new += updated(seen[0], seen[1], observation, rate[self.owner], total_variance=True)[:2]
