@@ -41,7 +41,10 @@ class Norms:
             norm = make().to(DEVICE)
             twin = copy.deepcopy(norm)
             twin._launch = lambda rows: None
-            norm.wire = SimpleNamespace(postpone=lambda request, kernels: self.requests.append(request) or True)
+            norm.wire = SimpleNamespace(
+                postpone=lambda request, kernels: self.requests.append(request) or True,
+                track_first_run=lambda: None,
+            )
             self.norms.append(norm)
             self.twins.append(twin)
 
