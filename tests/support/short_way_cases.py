@@ -22,7 +22,7 @@ from support.wide import narrow
 class Small(nn.Module):
     """Three norms, two of them with a prior."""
 
-    def __init__(self, side=5):
+    def __init__(self):
         super().__init__()
         self.conv0, self.norm0 = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
         self.conv1, self.norm1 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
