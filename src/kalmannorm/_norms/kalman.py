@@ -302,7 +302,7 @@ class BatchKalmanNorm(GroupedNorm):
         if self._posterior is not None:
             self.release()
         wired = self.wire is not None and previous is None
-        if wired and not return_posterior and not torch.compiler.is_compiling():
+        if wired and not return_posterior and not exporting():
             short: Tensor | None = self.wire.normalize(self, x, residual, relu)
             if short is not None:
                 return short
@@ -321,11 +321,13 @@ class BatchKalmanNorm(GroupedNorm):
 
     def takes_short_way(self) -> bool:
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
-        own = not _STEPS & vars(self).keys() and all(
-            getattr(type(self), name) is getattr(BatchKalmanNorm, name) for name in _STEPS
-        )
         diagonal = self.covariance == "diagonal" and self.transition is None and self.gain_logit is not None
-        return own and diagonal and self.training and not self.frozen and self._ranks.choice is None
+        return diagonal and self.training and not self.frozen and self._ranks.choice is None
+
+    def has_usual_steps(self) -> bool:
+        """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""
+        own = (getattr(type(self), name) is getattr(BatchKalmanNorm, name) for name in _STEPS)
+        return not _STEPS & vars(self).keys() and all(own)
 
     def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""

@@ -92,6 +92,9 @@ class TrackedNorm(_NormBase):
             self.wire.track_first_run()
         kernels = self._launch(posterior.mean)
         if kernels is None:
+            compiled = torch.compiler.is_compiling() and self._pending is None and self.wire is not None
+            if compiled and self.wire.postpone_compiled(posterior, observation, x):
+                return
             with torch.no_grad():
                 self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
             return

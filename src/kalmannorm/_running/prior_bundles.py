@@ -24,12 +24,13 @@ from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Made
-from kalmannorm._ops.propagate.bundle import ROWS, Bundle
+from kalmannorm._ops.propagate.bundle import Bundle
+from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
 from kalmannorm._running.bundling import Call, Fitting, Part, parts_of
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
-from kalmannorm.moments import Moments, closed
+from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
 Affine = tuple[Tensor | None, Tensor | None]
@@ -102,14 +103,31 @@ class PriorBundles:
         if device.type == "meta" or not self.calls:
             return
         if not results.checked:
-            with self.lock:
-                self._forget_deleted()
-                if not self.built or self._outdated():
-                    self._build(context)
+            self._update(context)
             results.checked = True
         number = self.of_call.get(call, self.of_step.get(target))
         if number is not None and number not in results.tried:
             self._fill(number, context, results)
+
+    def tensors_of_parts(self, context: Context) -> list[tuple[Part, list[Tensor]]] | None:
+        """All parts, and the tensors that they read now. None if one of them does not fit."""
+        self._update(context)
+        results, found = Results(), list[tuple[Part, list[Tensor]]]()
+        for number, part in enumerate(self.parts):
+            if number not in results.tried:
+                self._fill(number, context, results)
+            there = all(step in results for step in (*part.given, *part.steps))
+            tensors = _tensors(part, context, results) if there else None
+            if tensors is None:
+                return None
+            found.append((part, tensors))
+        return found
+
+    def _update(self, context: Context) -> None:
+        with self.lock:
+            self._forget_deleted()
+            if not self.built or self._outdated():
+                self._build(context)
 
     def _forget_deleted(self) -> None:
         """Remove calls of norms that were replaced in the model."""
@@ -164,7 +182,7 @@ class PriorBundles:
         assert fitting is not None
         run = fitting.runs.get(context.dtype)
         if run is None:
-            run = fitting.runs[context.dtype] = _runner(bundle, context, tensors)
+            run = fitting.runs[context.dtype] = runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
             if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
                 return _bundled(bundle, run, context.dtype, groups, fitting, *tensors)
@@ -178,34 +196,7 @@ class PriorBundles:
                 if keep:
                     versions = [(tensor._version, tensor.data_ptr()) for tensor in tensors]
                     self.cached[number] = _Cached(tensors, versions, _probe(tensors), outputs)
-            return [*_spread(bundle, outputs[0], groups), *outputs[1:]]
-
-
-def _spread(bundle: Bundle, rows: Tensor, groups: Sequence[int]) -> Sequence[Tensor]:
-    """Divide rows (5, channels) among the norms, each (5, G, C). The rows of all groups are the same memory."""
-    sizes = bundle.widths
-    if len(set(groups)) == 1:
-        return rows.unsqueeze(1).expand(-1, groups[0], -1).split(sizes, 2)  # type: ignore[no-any-return, no-untyped-call]
-    parts = rows.unsqueeze(1).split(sizes, 2)  # type: ignore[no-untyped-call]
-    return [part.expand(-1, size, -1) for part, size in zip(parts, groups, strict=True)]
-
-
-def _summed(bundle: Bundle, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The gradient of rows (5, channels): sums over groups. Missing gradients are zero. None if all are missing."""
-    there = [grad for grad in grads if grad is not None]
-    if not there:
-        return None
-    if len(there) < len(grads):
-        missing = there[0].new_zeros(())
-        grads = [
-            missing.expand(ROWS, 1, norm.channels) if grad is None else grad
-            for grad, norm in zip(grads, bundle.norms, strict=True)
-        ]
-        there = [grad for grad in grads if grad is not None]
-    if len({grad.shape[1] for grad in there}) == 1:
-        whole = torch.cat(there, 2)
-        return whole.squeeze(1) if whole.shape[1] == 1 else whole.sum(1)
-    return torch.cat([grad.sum(1) for grad in there], 1)
+            return [*spread(bundle, outputs[0], groups), *outputs[1:]]
 
 
 def groups_in(part: Part, context: Context) -> list[int]:
@@ -268,7 +259,7 @@ def _probe(tensors: list[Tensor]) -> Tensor:
     return torch.cat([middle.double() for middle in middles])
 
 
-def _runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
+def runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
     """The module that runs the bundle: Triton kernels if possible, else PyTorch operations."""
     if (
         context.device.type == "cuda"
@@ -310,7 +301,7 @@ class _Bundled(torch.autograd.Function):
         ctx.bundle, ctx.run, ctx.dtype, ctx.groups, ctx.state = bundle, run, dtype, groups, made.state
         ctx.save_for_backward(*tensors, *made.saved)
         rows, *others = _listed(made)
-        return *_spread(bundle, rows, groups), *others
+        return *spread(bundle, rows, groups), *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -320,23 +311,13 @@ class _Bundled(torch.autograd.Function):
         nothing, device = [None] * 5, kept[0].device
         with full_precision(device), on_device_of(kept[0]):
             if torch.is_grad_enabled():
-
-                def spelt_out(*tensors: Tensor) -> list[Tensor]:
-                    rows, *rest = aten.spelt_out(bundle, tensors, ctx.dtype, device)
-                    return [*_spread(bundle, rows, ctx.groups), *rest]
-
-                return *nothing, *closed.again(spelt_out, tensors, list(grads))
+                return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads)
+            asked = asked_of(bundle, ctx.needs_input_grad[5:], grads)
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
-            arrived = 0
-            for bit, grad in enumerate(grad_rows):
-                arrived |= 0 if grad is None else 1 << bit
-            for bit, (mean, var) in enumerate(pairs, norms):
-                arrived |= 0 if mean is None and var is None else 1 << bit
-            needed = zip(ctx.needs_input_grad[5:], bundle.masks, strict=True)
-            asked = [wanted and mask & arrived != 0 for wanted, mask in needed]
-            summed = _summed(bundle, grad_rows)
-            return *nothing, *ctx.run.backward(bundle, tensors, kept, ctx.state, summed, pairs, asked)
+            return *nothing, *ctx.run.backward(
+                bundle, tensors, kept, ctx.state, summed(bundle, grad_rows), pairs, asked
+            )
 
 
 _bundled: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Bundled).apply

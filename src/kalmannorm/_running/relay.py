@@ -10,7 +10,9 @@ forward did. Posteriors that enter a segment are kept with it, so that the recom
 
 from __future__ import annotations
 
+import operator
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from kalmannorm._ops.track import registered as tracking
 from kalmannorm._ops.track.request import TrackingRequest
+from kalmannorm._running.compiled_way import CompiledForward, CompiledModel, prepared, track_norms
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
@@ -28,6 +32,8 @@ from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context
 from kalmannorm.moments import Moments, closed
+
+_OF_THIS_PROCESS = ("state", "bundles", "tables", "number", "compiled", "compiled_for", "compiled_tables", "norms")
 
 
 class Relay:
@@ -48,18 +54,26 @@ class Relay:
             for sibling in self.earlier.get(source, ()):
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Create what belongs to this process and is no part of a copy or a pickle."""
         self.state = ThreadState()
         self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
+        self.number = tracking.register(self)
+        self.compiled: list[CompiledModel] = []  # for each device and dtype
+        self.compiled_for: dict[Any, tuple[int, list[Any]]] = {}  # their places, and the steps they were made from
+        self.compiled_tables: dict[Any, Any] = {}
+        self.norms = {norm.calls[0].identity: norm.module for norm in self.plan.norms.values() if norm.calls}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("state", "bundles", "tables")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.state = ThreadState()
-        self.bundles, self.tables = WeakKeyDictionary(), {}
         check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
+        self._begin()
 
     def enter(self, whole: bool, part: nn.Module) -> None:
         """Begin a forward of the whole model, or of a part that was called by itself."""
@@ -104,7 +118,10 @@ class Relay:
 
     def track_postponed(self) -> None:
         """Make the postponed updates."""
-        if not torch.compiler.is_compiling():  # compiled code postpones nothing
+        if self.state.compiled is not None:  # the last norm did not run
+            self.state.compiled.track()
+            self.state.compiled = None
+        if not torch.compiler.is_compiling():
             if self.state.short is not None:
                 self.state.short.track()
             self.state.postponed.run(self.tables)
@@ -251,6 +268,7 @@ class Relay:
     def begin_compiled(self) -> None:
         """The first norm runs under `torch.compile`. From here on, results are shared within the graph."""
         self.state.traced = {}
+        self.state.compiled = CompiledForward(self) if self.state.whole else None
 
     def end_compiled(self) -> None:
         """The last norm has run under `torch.compile`.
@@ -259,8 +277,27 @@ class Relay:
         be outputs of the graph.
         """
         self.state.traced = None
+        if self.state.compiled is not None:
+            self.state.compiled.track()
+        self.state.compiled = None
         if self.state.whole:
             self.state.posteriors.clear()
+
+    def place_of_compiled(self, device: torch.device, dtype: torch.dtype) -> int:
+        """The place in `compiled` of the bundles for a device and a dtype. They are prepared if necessary."""
+        steps = list(self.program.steps)
+        known = self.compiled_for.get((device, dtype))
+        if known is None or not all(map(operator.is_, known[1], steps)):
+            bundles = PriorBundles.of(self.plan, None)
+            self.compiled.append(prepared(bundles, Context(device, dtype, {}, 0)))
+            known = self.compiled_for[device, dtype] = len(self.compiled) - 1, steps
+        return known[0]
+
+    def track_norms(
+        self, moments: Sequence[Tensor], norms: Sequence[int], values: Sequence[int], examples: Sequence[int]
+    ) -> None:
+        """Update statistics for compiled code. `norms` are the first calls of the norms."""
+        track_norms(self.norms, self.compiled_tables, moments, norms, values, examples)
 
     def _consume(self, call: int, sources: tuple[int, ...]) -> None:
         state = self.state
@@ -304,11 +341,32 @@ class Wire(Complete):
         return which
 
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
-        """The whole forward of the norm on the short way. None if it must take the long way."""
+        """The whole forward of the norm on the short way, or in compiled code. None if it must take the long way."""
+        if torch.compiler.is_compiling():
+            return self._compile(norm, x, residual, relu)
         forward, target = self.relay.state.short, self.targets[0]
         if forward is None or target is None or len(self.calls) > 1 or self.sources[0]:
             return None
         return forward.normalize(self.calls[0], target, norm, x, residual, relu)
+
+    def _compile(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
+        if len(self.calls) > 1 or self.targets[0] is None or self.sources[0]:
+            return None
+        if self.first[0]:
+            self.relay.begin_compiled()
+        forward = self.relay.state.compiled
+        y = None if forward is None else forward.normalize(self.calls[0], norm, x, residual, relu)
+        if y is not None and self.last[0]:
+            self.relay.end_compiled()
+        return y
+
+    def postpone_compiled(self, posterior: Moments, observation: Moments, x: Tensor) -> bool:
+        """Postpone an update of statistics in compiled code. False: the norm must make it now."""
+        forward = self.relay.state.compiled
+        if forward is None:
+            return False
+        moments = torch.stack([posterior.mean, posterior.var, observation.mean, observation.var])
+        return forward.postpone(self.calls[0], moments.detach(), x)
 
     def track_first_run(self) -> None:
         """If the norm ran on the short way in this forward, make its update before its next one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kalmannorm._running.compiled_way import CompiledForward
 from kalmannorm._running.postponed_tracking import PostponedTracking
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment
@@ -49,6 +50,7 @@ class ThreadState(threading.local):
         self.home: Any = None  # the segment in which the forward began
         self.memo: Memo | None = None
         self.traced: Memo | None = None  # the memo while compiling; it must not outlive the graph
+        self.compiled: CompiledForward | None = None  # the traced forward of the whole model
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}
         self.pending: dict[int, set[int]] = {}

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kalmannorm._groups import group_size, statistics_dtype
-from kalmannorm._ops.dispatch import row_kernels_for, tracking_together_for
+from kalmannorm._groups import statistics_dtype
+from kalmannorm._ops.dispatch import row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
-from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
+from kalmannorm._running.tracking_together import Update, track_together
 from kalmannorm._support.activation_checkpoints import saved_tensors_hooked
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.program import Context
-from kalmannorm.moments import Moments, closed
+from kalmannorm.moments import closed
 
 KEPT = 256
 """Shapes of x for which a norm keeps prepared kernels. After more, all are dropped."""
@@ -67,7 +67,9 @@ class Place:
     def check(self, norm: Any, moments: Tensor) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
         self.tracks, self.changes = norm.track_running_stats, Changes.count
-        self.usable = norm.takes_short_way() and (not self.tracks or norm.tracks_by_itself(moments))
+        self.usable = (
+            norm.takes_short_way() and norm.has_usual_steps() and (not self.tracks or norm.tracks_by_itself(moments))
+        )
         self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
 
 
@@ -224,46 +226,16 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
 
 def _track(block: Block) -> None:
     untracked, block.untracked = block.untracked, {}
-    part, kernels = block.part, tracking_together_for(block.moments)
-    assert kernels is not None
-    key = block.layout, Changes.count, tuple(untracked.items())
-    together = part.tables.get(key)
-    owners = [part.norms[index].module()._buffers for index in untracked]  # type: ignore[union-attr]
-    if together is None or not together.applies(owners):
-        requests = [_request(block, index, values) for index, values in untracked.items()]
-        starts = [block.layout.starts[index] for index in untracked]
-        buffers = [id(buffer) for request in requests for buffer in request.buffers()]
-        if len(set(buffers)) < len(buffers):  # norms share buffers: one update follows the other
-            with torch.no_grad():
-                for request, start in zip(requests, starts, strict=True):
-                    kernels.Together.of([request], [start]).track(block.moments)
-            return
-        together = kernels.Together.of(requests, starts)
-        if together is None:  # in a capture nothing can be uploaded
-            with torch.no_grad():
-                for request in requests:
-                    kernels.track(request)
-            return
-        unused = [other for other, old in part.tables.items() if not old.captured()]
-        outdated = [other for other in unused if other[1] != Changes.count]
-        for other in [*outdated, *unused[: max(len(unused) + 1 - KEPT, 0)]]:
-            part.tables.pop(other, None)
-        part.tables[key] = together
-    with torch.no_grad():
-        skipped = together.track(block.moments)
-    for number in skipped:
-        norm: Any = part.norms[list(untracked)[number]].module()
-        norm._warn_skipped()
+    part, layout = block.part, block.layout
 
+    def updates() -> list[Update]:
+        return [
+            Update(
+                part.norms[index], layout.starts[index], layout.groups[index], part.channels[index], values,
+                block.examples,
+            )
+            for index, values in untracked.items()
+        ]  # fmt: skip
 
-def _request(block: Block, index: int, values: int) -> TrackingRequest:
-    norm: Any = block.part.norms[index].module()
-    start, groups, channels = block.layout.starts[index], block.layout.groups[index], block.part.channels[index]
-    mean, var, observed_mean, observed_var = (
-        block.moments[start : start + 4 * groups * channels].view(4, groups, channels).detach().unbind(0)
-    )
-    size = group_size(block.examples, norm.statistics_batch_size)
-    request: TrackingRequest = norm._tracking_request(
-        Moments(mean, var), Moments(observed_mean, observed_var), block.examples, size, values
-    )
-    return request
+    key = layout, block.examples, tuple(untracked.items())
+    track_together(block.moments, [part.norms[index] for index in untracked], key, updates, part.tables)

@@ -22,7 +22,8 @@ from kalmannorm._ops.normalize.arguments import BACKWARD, FORWARD, BackwardInput
 from kalmannorm.moments import Moments
 
 
-def _forward(*given: Any) -> tuple[Tensor, ...]:
+def forward(*given: Any) -> tuple[Tensor, ...]:
+    """The op without the dispatcher."""
     inputs = Inputs(*given)
     x = inputs.x
     if inputs.residual is not None:
@@ -32,7 +33,7 @@ def _forward(*given: Any) -> tuple[Tensor, ...]:
     return tuple(results)  # type: ignore[arg-type]
 
 
-batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", _forward, mutates_args=(), schema=FORWARD)
+batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", forward, mutates_args=(), schema=FORWARD)
 
 
 @batch_kalman_norm.register_fake
@@ -45,10 +46,11 @@ def _(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*flat: Any) -> list[Tensor]:
-    return _run_backward(BackwardInputs.of(*flat))
+    return backward(BackwardInputs.of(*flat))
 
 
-def _run_backward(given: BackwardInputs) -> list[Tensor]:
+def backward(given: BackwardInputs) -> list[Tensor]:
+    """The backward of the op without the dispatcher."""
     x, grad_y = given.inputs.x, given.grads.y
     if grad_y is not None:
         grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
@@ -109,7 +111,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     )
     # Without a double backward and without a tracer, skip the dispatcher to save time.
     registered = torch.is_grad_enabled() or watched(x)
-    remaining = iter(batch_kalman_norm_backward(*given.flat()) if registered else _run_backward(given))
+    remaining = iter(batch_kalman_norm_backward(*given.flat()) if registered else backward(given))
     dx = next(remaining)
     d_residual = next(remaining) if y is not None else None if ctx.residual is None else grads[0]
     if d_residual is not None:
@@ -129,7 +131,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _forward(*inputs)
+        output = forward(*inputs)
         _save(ctx, inputs, output)
         return output
 

@@ -6,7 +6,7 @@ op instead, which computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kalmannorm._ops.normalize.arguments import BackwardInputs, Inputs, Results
 from kalmannorm._ops.normalize.registered import batch_kalman_norm_backward, watched
-from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Run
+from kalmannorm._ops.normalize.row_kernels import Memory, Run
 
 
 class Normalize(torch.autograd.Function):
@@ -38,7 +38,10 @@ class Normalize(torch.autograd.Function):
         x, rows, moments, *rest = ctx.saved_tensors
         y = rest[0] if rest else None
         if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
-            gradients = _through_the_op(kernels, grad_y, x, rows, y, kernels.moments(moments, start))
+            how = kernels.size, kernels.eps, kernels.masked
+            kept = kernels.moments(moments, start)
+            dx, d_rows, d_residual = through_the_op(registered_backward, grad_y, x, rows, kept, y, how)
+            gradients: tuple[Tensor | None, ...] = dx, d_rows, d_residual if kernels.residual else None
         else:
             gradients = kernels.backward(grad_y, x, y, rows, Memory(moments, scratch), start)
             if start == 0:  # the first norm of the bundle, so the last of its backward
@@ -46,22 +49,33 @@ class Normalize(torch.autograd.Function):
         return *gradients, None
 
 
-def _through_the_op(
-    kernels: RowKernels, grad_y: Tensor, x: Tensor, rows: Tensor, y: Tensor | None, kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def through_the_op(
+    backward: Callable[[BackwardInputs], Sequence[Tensor]],
+    grad_y: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    moments: Sequence[Tensor],
+    y: Tensor | None,
+    how: tuple[int, float, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the rows and of the residual. `how` is m, eps, and whether a ReLU follows.
+
+    If y is given, it has the mask of the ReLU. Otherwise the mask is computed from x and β.
+    """
+    size, eps, relu = how
+    if y is not None:
+        grad_y, relu = torch.ops.aten.threshold_backward(grad_y, y, 0), False
     weight, bias, mean, var, gain = rows.unbind(0)
-    relu = kernels.masked or kernels.keeps_output
-    given = BackwardInputs(
-        Results(grad_y, None, None, None, None),
-        Inputs(x, mean, var, gain, weight, bias if kernels.masked else None, kernels.size, kernels.eps, None, relu),
-        Results(y, *kept),
-        rows.shape[1],
-    )
-    found = list(batch_kalman_norm_backward(*given.flat()))
-    dx = found.pop(0)
-    d_residual = found.pop(0) if y is not None else grad_y if kernels.residual else None
-    d_mean, d_var, d_gain, d_weight, d_bias = found
-    return dx, torch.stack([d_weight, d_bias, d_mean, d_var, d_gain]), d_residual if kernels.residual else None
+    inputs = Inputs(x, mean, var, gain, weight, bias if relu else None, size, eps, None, relu)
+    given = BackwardInputs(Results(grad_y, *[None] * 4), inputs, Results(None, *moments), rows.shape[1])
+    dx, d_mean, d_var, d_gain, d_weight, d_bias = backward(given)
+    return dx, torch.stack([d_weight, d_bias, d_mean, d_var, d_gain]), grad_y
+
+
+def registered_backward(given: BackwardInputs) -> list[Tensor]:
+    """The registered op, which can be differentiated again."""
+    found: list[Tensor] = batch_kalman_norm_backward(*given.flat())
+    return found
 
 
 normalize: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply

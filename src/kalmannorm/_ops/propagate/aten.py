@@ -210,6 +210,10 @@ def _leaves(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.
     return torch.stack([torch.cat(row) for row in rows])
 
 
+def prepare(bundle: Bundle, tensors: Tensors, wanted: Sequence[bool]) -> None:
+    """Nothing is prepared for certain tensors: see `triton_bundle`."""
+
+
 def forward(
     bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool, known: Any = None
 ) -> Made:

@@ -49,13 +49,16 @@ def _tables(bundle: Bundle, device: torch.device) -> Tables:
     return tables
 
 
-def _bound(bundle: Bundle, tables: Tables, tensors: Tensors) -> Bound:
-    """The tables for these tensors. They are written again if an address or a stride is new."""
+def prepare(bundle: Bundle, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
+    """The tables for these tensors. They are written again if an address or a stride is new.
+
+    `wanted` says which tensors need a gradient.
+    """
+    tables = _tables(bundle, tensors[0].device)
     weights = [tensors[layer.weight] for layer in tables.layers]
     biases = [tensors[layer.bias] for layer in tables.layers if layer.bias is not None]
     small = [_zeros(bundle, tables) if each.given else _of(bundle, tables, tensors, each) for each in tables.small]
     addresses = [*map(Tensor.data_ptr, small)] if {tensor.dtype for tensor in small} <= {torch.float32} else []
-    wanted = [tensor.requires_grad for tensor in tensors]
     key = (
         *map(Tensor.data_ptr, weights), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wanted,
         *addresses,
@@ -135,11 +138,12 @@ class _Backward(NamedTuple):
 def forward(
     bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device, gradients: bool, known: Any = None
 ) -> Made:
-    """`known` is the `state` of an earlier forward with the same tensors."""
+    """`known` is the `state` of an earlier forward with the same tensors, or what `prepare` returned for them."""
     tables = _tables(bundle, device)
-    bound: Bound = known or _bound(bundle, tables, tensors)
+    bound: Bound = known or prepare(bundle, tensors, [tensor.requires_grad for tensor in tensors])
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         bound.captured = True  # the CUDA graph reads this table as long as it lives
+        bundle.tables.setdefault("captured", {})[id(bound)] = bound
     how = _forward(bundle, tables, bound, _type(tables, tensors), gradients)
     memory = torch.empty(how.size, device=device, dtype=torch.float32)
     start = how.flat

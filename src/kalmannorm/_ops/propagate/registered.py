@@ -1,0 +1,183 @@
+"""Bundles as registered ops, for compiled models: `kalmannorm::bundle_rows` and its backward.
+
+A compiled graph holds the number of a bundle, and `find` returns the bundle. The number is part of the graph, so a
+graph that torch finds in its cache on disk has the numbers of the process that traced it now.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.dispatch import on_device_of
+from kalmannorm._ops.propagate import aten
+from kalmannorm._ops.propagate.bundle import ROWS, Bundle
+from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
+from kalmannorm.moments.core import full_precision
+
+ALIGNED = 16
+_NUMBERS = itertools.count()
+
+torch.library.define(
+    "kalmannorm::bundle_rows",
+    "(Tensor[] tensors, SymInt[] groups, bool[] wanted, int bundle) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "kalmannorm::bundle_rows_backward",
+    "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, int bundle) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class CompiledBundle:
+    """A bundle with its number, the module that runs it (`aten` or `triton_bundle`), and what a backward needs."""
+
+    def __init__(self, bundle: Bundle, run: ModuleType, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
+        self.bundle, self.run, self.dtype, self.device = bundle, run, dtype, tensors[0].device
+        self.number = next(_NUMBERS)
+        wanted = [True] * len(tensors)
+        # One forward shows which tensors it saves for the backward. It also builds the kernels.
+        with torch.no_grad(), full_precision(self.device), on_device_of(tensors[0]):
+            made = run.forward(bundle, tensors, dtype, self.device, True, run.prepare(bundle, tensors, wanted))
+        self.saved = [(tuple(tensor.shape), tensor.dtype) for tensor in made.saved]
+        self.state = made.state if run is aten else None  # it depends on the tensors if kernels run
+        self.last: tuple[Any, Any] | None = None
+        _KNOWN[self.number] = self
+
+    def others(self) -> int:
+        """The number of results that are not rows of norms."""
+        return len(self.bundle.results) - len(self.bundle.norms)
+
+    def prepared(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
+        """What `run` prepares for these tensors. It is kept while they stay where they are."""
+        key = list(map(Tensor.data_ptr, tensors)), list(wanted)
+        if self.last is None or self.last[0] != key:
+            self.last = key, self.run.prepare(self.bundle, tensors, wanted)
+        return self.last[1]
+
+
+_KNOWN: weakref.WeakValueDictionary[int, CompiledBundle] = weakref.WeakValueDictionary()
+
+
+def find(number: int) -> CompiledBundle:
+    known = _KNOWN.get(number)
+    if known is None:
+        raise RuntimeError(
+            "kalmannorm: this compiled code belongs to a model that was deleted; compile the model again"
+        )
+    return known
+
+
+def _bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+    """The rows of the norms (5, G, C), means and variances of other results, and tensors for the backward."""
+    known = find(number)
+    gradients = True in wanted
+    with full_precision(known.device), on_device_of(tensors[0]):
+        prepared = known.prepared(tensors, wanted)
+        made = known.run.forward(known.bundle, tensors, known.dtype, known.device, gradients, prepared)
+        rows = [made.rows.new_empty((ROWS, width)) for width in known.bundle.widths]
+        if rows:
+            torch.split_with_sizes_copy(made.rows, known.bundle.widths, 1, out=rows)
+    spread = [
+        part.as_strided((ROWS, size, part.shape[1]), (part.shape[1], 0, 1))
+        for part, size in zip(rows, groups, strict=True)
+    ]
+    means, variances = ([pair[part].clone() for pair in made.others] for part in range(2))
+    return [*spread, *means, *variances, *(made.saved if gradients else ())]
+
+
+torch.library.impl("kalmannorm::bundle_rows", "default", _bundle_rows)
+
+
+def _fake_bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+    known, like = find(number), tensors[0]
+    bundle = known.bundle
+    rows = [
+        like.new_empty_strided((ROWS, size, width), (width, 0, 1), dtype=known.dtype)
+        for size, width in zip(groups, bundle.widths, strict=True)
+    ]
+    others = [like.new_empty((1, result.numel()), dtype=known.dtype) for result in bundle.results[len(bundle.norms) :]]
+    saved = [like.new_empty(shape, dtype=dtype) for shape, dtype in known.saved]
+    return [*rows, *others, *(torch.empty_like(part) for part in others), *(saved if True in wanted else ())]
+
+
+torch.library.register_fake("kalmannorm::bundle_rows", _fake_bundle_rows)
+
+
+def _bundle_rows_backward(
+    grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
+    number: int,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of the tensors where `asked` is true."""
+    known = find(number)
+    norms, others = len(known.bundle.norms), known.others()
+    rows, means, variances = grads[:norms], grads[norms : norms + others], grads[norms + others :]
+    with full_precision(known.device), on_device_of(tensors[0]):
+        state = known.prepared(tensors, wanted) if known.state is None else known.state
+        pairs = list(zip(means, variances, strict=True))
+        found = known.run.backward(known.bundle, tensors, saved, state, summed(known.bundle, rows), pairs, asked)
+        return _apart([grad for grad in found if grad is not None])
+
+
+torch.library.impl("kalmannorm::bundle_rows_backward", "default", _bundle_rows_backward)
+
+
+def _apart(gradients: list[Tensor]) -> list[Tensor]:
+    """Compiled code reads 16 bytes at once, so gradients that begin elsewhere are copied."""
+    odd = [i for i, grad in enumerate(gradients) if grad.data_ptr() % ALIGNED]
+    if odd:
+        copies = [torch.empty_like(gradients[i]) for i in odd]
+        torch._foreach_copy_(copies, [gradients[i] for i in odd])
+        for i, copied in zip(odd, copies, strict=True):
+            gradients[i] = copied
+    return gradients
+
+
+def _fake_bundle_rows_backward(
+    grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
+    number: int,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(tensor) for tensor, wants in zip(tensors, asked, strict=True) if wants]
+
+
+torch.library.register_fake("kalmannorm::bundle_rows_backward", _fake_bundle_rows_backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.groups, ctx.wanted, ctx.number = inputs
+    bundle = find(ctx.number).bundle
+    ctx.set_materialize_grads(False)
+    ctx.results = 2 * len(bundle.results) - len(bundle.norms)
+    ctx.save_for_backward(*tensors, *output[ctx.results :])
+
+
+def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    known = find(ctx.number)
+    count = len(known.bundle.masks)
+    tensors, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    grads = list(grads[: ctx.results])
+    if torch.is_grad_enabled():
+        return differentiated(known.bundle, tensors, known.dtype, ctx.groups, grads), None, None, None
+    asked = asked_of(known.bundle, ctx.wanted, grads)
+    found = iter(
+        torch.ops.kalmannorm.bundle_rows_backward(grads, tensors, saved, ctx.wanted, asked, ctx.number)
+        if True in asked
+        else ()
+    )
+    return [next(found) if wants else None for wants in asked], None, None, None
+
+
+torch.library.register_autograd("kalmannorm::bundle_rows", _differentiate, setup_context=_save)
+
+
+def bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+    """See the op. `wanted` says which tensors need a gradient."""
+    found: list[Tensor] = torch.ops.kalmannorm.bundle_rows(tensors, groups, wanted, number)
+    return found

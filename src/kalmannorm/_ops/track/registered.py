@@ -1,0 +1,80 @@
+"""The update of running statistics as a registered op, for compiled models: `kalmannorm::track`.
+
+A compiled graph holds the number of a model, and norms by number. The op asks `Trackers` for the model, which finds the
+buffers of its norms. So the statistics are no inputs of the graph, and no guard has to check them. The op says that it
+changes `ticket`, although it does not: otherwise a compiler would remove an op without results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    *(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe"),
+)
+
+torch.library.define(
+    "kalmannorm::track",
+    "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, int model) -> ()",
+    tags=_TAGS,
+)
+
+
+class Tracker(Protocol):
+    def track_norms(
+        self, moments: Sequence[Tensor], norms: Sequence[int], values: Sequence[int], examples: Sequence[int]
+    ) -> None:
+        """Update the statistics of these norms. `moments` are (4, G, C); `values` per channel of x; `examples` of x."""
+
+
+_NUMBERS = itertools.count()
+_KNOWN: weakref.WeakValueDictionary[int, Tracker] = weakref.WeakValueDictionary()
+
+
+def register(tracker: Tracker) -> int:
+    """A number for a model in compiled graphs."""
+    number = next(_NUMBERS)
+    _KNOWN[number] = tracker
+    return number
+
+
+def find(number: int) -> Tracker:
+    known = _KNOWN.get(number)
+    if known is None:
+        raise RuntimeError(
+            "kalmannorm: this compiled code belongs to a model that was deleted; compile the model again"
+        )
+    return known
+
+
+def _track(
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+) -> None:
+    find(model).track_norms(moments, norms, values, examples)
+
+
+torch.library.impl("kalmannorm::track", "default", _track)
+
+
+def _fake_track(
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+) -> None:
+    return None
+
+
+torch.library.register_fake("kalmannorm::track", _fake_track)
+
+
+def track(
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+) -> None:
+    """See the op."""
+    torch.ops.kalmannorm.track(ticket, moments, norms, values, examples, model)

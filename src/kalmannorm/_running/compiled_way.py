@@ -1,0 +1,223 @@
+"""The way through a training step that `torch.compile` traces: registered ops instead of many small ones.
+
+The rows of a bundle are one op, a norm is one op, and the updates of running statistics are one op when the last norm
+has run. What decides between this way and the long one is read from the norm while it is traced, so that compiled code
+is checked by its guards. `place_of` prepares the bundles while a model is traced. Its result is a constant of the
+graph.
+
+If the first norm of the model was not traced, as in a model that is compiled block by block, nothing is shared, and
+every norm takes the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmannorm._groups import statistics_dtype
+from kalmannorm._ops.normalize.registered_rows import normalize_rows
+from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
+from kalmannorm._ops.track import registered as tracking
+from kalmannorm._running.bundling import Source
+from kalmannorm._running.prior_bundles import PriorBundles, groups_of, runner
+from kalmannorm._running.tracking_together import Update, track_together
+from kalmannorm._wiring.program import Context
+from kalmannorm._wiring.weak_modules import WeakModule
+from kalmannorm.moments import Moments
+
+if TYPE_CHECKING:
+    from kalmannorm._running.relay import Relay
+
+
+class CompiledPart(NamedTuple):
+    """A bundle as compiled code reads it. `sources` are stored tensors, or the mean or variance of a step."""
+
+    number: int
+    sources: tuple[tuple[dict[str, Any] | None, str, int, int], ...]
+    calls: tuple[int, ...]
+    steps: tuple[int, ...]
+    given: tuple[int, ...]
+    norms: tuple[WeakModule, ...]
+
+
+class CompiledModel(NamedTuple):
+    """The bundles of a model on one device, with priors of one dtype."""
+
+    parts: tuple[CompiledPart, ...]
+    ticket: Tensor
+    bundles: tuple[CompiledBundle, ...]  # keeps them alive
+
+
+def place_of(model: int, device: str, wide: bool) -> int:
+    """Prepare the bundles of a model on a device. Returns their place in `Relay.compiled`, or -1: there are none."""
+    if getattr(torch.compiler, "_is_exporting_flag", False):
+        return -1
+    relay: Any = tracking.find(model)
+    place: int = relay.place_of_compiled(torch.device(device), torch.float64 if wide else torch.float32)
+    return place
+
+
+def part_of(model: int, place: int, call: int) -> int:
+    """The place of the bundle that makes the rows for this call, or -1."""
+    relay: Any = tracking.find(model)
+    compiled: CompiledModel = relay.compiled[place]
+    usable = [number for number, part in enumerate(compiled.parts) if call in part.calls]
+    norm: Any = relay.norms[call].module() if call in relay.norms else None
+    return usable[0] if usable and norm is not None and norm.has_usual_steps() else -1
+
+
+def part_with(model: int, place: int, step: int) -> int:
+    """The place of the bundle that computes a step, or -1."""
+    relay: Any = tracking.find(model)
+    compiled: CompiledModel = relay.compiled[place]
+    return next((number for number, part in enumerate(compiled.parts) if step in part.steps), -1)
+
+
+for _constant in (place_of, part_of, part_with):
+    torch.compiler.assume_constant_result(_constant)  # type: ignore[no-untyped-call]
+
+
+def prepared(bundles: PriorBundles, context: Context) -> CompiledModel:
+    """The bundles of a model for compiled code: none if one of them cannot be used."""
+    parts, compiled = list[CompiledPart](), list[CompiledBundle]()
+    with torch.no_grad():
+        for part, tensors in bundles.tensors_of_parts(context) or ():
+            sources = tuple((_holder(source), source.name, source.step, source.part) for source in part.sources)
+            if any(holder is None and step < 0 for holder, _, step, _ in sources):
+                parts, compiled = [], []
+                break
+            bundle = CompiledBundle(part.bundle, runner(part.bundle, context, tensors), context.dtype, tensors)
+            calls, norms = tuple(call.identity for call in part.calls), tuple(call.norm for call in part.calls)
+            parts.append(CompiledPart(bundle.number, sources, calls, tuple(part.steps), tuple(part.given), norms))
+            compiled.append(bundle)
+    ticket = torch.zeros((), device=context.device)
+    torch._dynamo.mark_static_address(ticket)
+    return CompiledModel(tuple(parts), ticket, tuple(compiled))
+
+
+def _holder(source: Source) -> dict[str, Any] | None:
+    """The parameters or buffers in which a tensor is stored. None if its module computes it, or if it is no tensor of a
+    module.
+    """
+    module = None if source.owner is None else source.owner.module()
+    stored = () if module is None else (module._parameters, module._buffers)
+    return next((holder for holder in stored if source.name in holder), None)
+
+
+class CompiledForward:
+    """One traced forward: results of bundles, and moments of norms that are still to be tracked."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.rows: dict[Any, Tensor] = {}
+        self.results: dict[Any, dict[int, Any]] = {}
+        self.untracked: dict[int, tuple[Tensor, int, int]] = {}
+        self.place = -1
+
+    def place_of(self, x: Tensor) -> int:
+        return place_of(self.relay.number, str(x.device), x.dtype == torch.float64)
+
+    def normalize(self, call: int, norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
+        """The result of a norm, or None: it must take the long way."""
+        if (
+            not norm.takes_short_way()
+            or x.dim() not in norm.input_dims
+            or x.shape[1] != norm.num_features
+            or x.numel() == 0
+        ):
+            return None
+        if residual is not None and (
+            residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
+        ):
+            return None
+        if norm.track_running_stats and norm._pending is not None:
+            return None
+        rows = self._rows(call, norm, x)
+        if rows is None:
+            return None
+        y, moments = normalize_rows(x, rows, residual, norm.statistics_batch_size or 0, norm.eps, relu)
+        if norm.track_running_stats:
+            self.postpone(norm.wire.calls[0], moments, x)
+        finished: Tensor = norm._finish(y, residual is not None or relu)
+        return finished
+
+    def _rows(self, call: int, norm: Any, x: Tensor) -> Tensor | None:
+        place = self.place_of(x)
+        number = -1 if place < 0 else part_of(self.relay.number, place, call)
+        if number < 0:
+            return None
+        key = torch.is_grad_enabled(), x.dtype == torch.float64, call
+        if key not in self.rows:
+            self._fill(place, number, Context(x.device, statistics_dtype(x), {}, x.shape[0]))
+        rows = self.rows.get(key)
+        fits = rows is not None and rows.shape[1] == groups_of(norm, x.shape[0])
+        return rows if fits else None
+
+    def _fill(self, place: int, number: int, context: Context) -> None:
+        kind = torch.is_grad_enabled(), context.dtype == torch.float64
+        if kind not in self.results:
+            self.results[kind] = {}
+        results, part = self.results[kind], self.relay.compiled[place].parts[number]
+        for step in part.given:
+            if step not in results:
+                earlier = part_with(self.relay.number, place, step)
+                if earlier >= 0:
+                    self._fill(place, earlier, context)
+            self.relay.program.evaluate(step, context, results)
+        tensors = [
+            results[step][piece] if holder is None else holder[name] for holder, name, step, piece in part.sources
+        ]
+        wanted = [tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
+        groups = [groups_of(norm.module(), context.examples) for norm in part.norms]
+        found = bundle_rows(tensors, groups, wanted, part.number)
+        for i, call in enumerate(part.calls):
+            self.rows[(*kind, call)] = found[i]
+        calls, steps = len(part.calls), len(part.steps)
+        for i, step in enumerate(part.steps):
+            results[step] = Moments(found[calls + i], found[calls + steps + i])
+
+    def postpone(self, call: int, moments: Tensor, x: Tensor) -> bool:
+        """Postpone an update of statistics to the end of the forward. False: there is no model for it."""
+        place = self.place_of(x)
+        if place < 0:
+            return False
+        if call in self.untracked:  # the norm runs again: its first update comes before
+            self.track()
+        self.place = place
+        self.untracked[call] = moments, x.numel() // x.shape[1], x.shape[0]
+        return True
+
+    def track(self) -> None:
+        """Update the running statistics of the norms that ran."""
+        if self.untracked:
+            calls, entries = list(self.untracked.keys()), list(self.untracked.values())
+            self.untracked = {}
+            ticket = self.relay.compiled[self.place].ticket
+            moments = [each[0] for each in entries]
+            values, examples = [each[1] for each in entries], [each[2] for each in entries]
+            tracking.track(ticket, moments, calls, values, examples, self.relay.number)
+
+
+def track_norms(
+    norms: dict[int, WeakModule],
+    tables: dict[Any, Any],
+    moments: Sequence[Tensor],
+    calls: Sequence[int],
+    values: Sequence[int],
+    examples: Sequence[int],
+) -> None:
+    """What the op `kalmannorm::track` does. `norms` by their first calls."""
+    shapes = [tuple(each.shape[1:]) for each in moments]
+
+    def updates() -> list[Update]:
+        found, start = list[Update](), 0
+        for call, (groups, channels), value, count in zip(calls, shapes, values, examples, strict=True):
+            found.append(Update(norms[call], start, groups, channels, value, count))
+            start += 4 * groups * channels
+        return found
+
+    key = tuple(calls), tuple(shapes), tuple(values), tuple(examples)
+    track_together(torch.cat([each.view(-1) for each in moments]), [norms[c] for c in calls], key, updates, tables)
