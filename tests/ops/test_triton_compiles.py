@@ -221,7 +221,7 @@ def test_predicting_few_channels(C, P, compiled):
 @pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
 def test_priors_of_many_norms(compiled, monkeypatch):
     """Of layers with one tap and with several, with padding, in groups and by channel."""
-    monkeypatch.setattr("kalmannorm._running.prior_bundles._runner", lambda *_: triton_bundle)
+    monkeypatch.setattr("kalmannorm._running.prior_bundles.runner", lambda *_: triton_bundle)
     layers = [
         nn.Conv2d(4, 8, 1),
         nn.Conv2d(8, 8, 3, padding=1),

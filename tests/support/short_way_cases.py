@@ -74,7 +74,7 @@ def test_equals_the_long_way(make, layout, monkeypatch):
     taken = count_short(monkeypatch)
     poison(monkeypatch)
     found = step(model, x)
-    assert len(taken) == len(with_prior(model))
+    assert len(taken) == len(list(norms(model)))
     assert_same(found, the_long_way(monkeypatch, step, model, x))
 
 
@@ -109,7 +109,7 @@ def test_several_steps(monkeypatch):
         return found
 
     found = train(model)
-    assert len(taken) == 4 * 2
+    assert len(taken) == 4 * 3
     assert_same(found, the_long_way(monkeypatch, train, twin))
 
 
@@ -148,21 +148,21 @@ def less_gradient(model):
 
 
 CHANGES = {
-    "eps": (set_all("eps", 0.5), 2),
-    "momentum": (set_all("momentum", 0.5), 2),
-    "cumulative average": (set_all("momentum", None), 2),
-    "plain variances": (set_all("total_variance", False), 2),
-    "statistics batch": (set_all("statistics_batch_size", 1), 2),
-    "no statistics any more": (set_all("track_running_stats", False), 2),
-    "memory": (other_memory, 2),
-    "buffers": (other_buffers, 2),
-    "parameters": (other_parameters, 2),
-    "hook": (hooked, 2),
-    "frozen parameters": (less_gradient, 2),
-    "process group": (set_all("process_group", "world"), 0),
+    "eps": (set_all("eps", 0.5), 3),
+    "momentum": (set_all("momentum", 0.5), 3),
+    "cumulative average": (set_all("momentum", None), 3),
+    "plain variances": (set_all("total_variance", False), 3),
+    "statistics batch": (set_all("statistics_batch_size", 1), 3),
+    "no statistics any more": (set_all("track_running_stats", False), 3),
+    "memory": (other_memory, 3),
+    "buffers": (other_buffers, 3),
+    "parameters": (other_parameters, 3),
+    "hook": (hooked, 3),
+    "frozen parameters": (less_gradient, 3),
+    "process group": (set_all("process_group", "world"), 1),
     "frozen statistics": (lambda model: freeze_statistics(model), 0),
     "inference": (lambda model: model.eval(), 0),
-    "own method": (lambda model: setattr(model.norm1, "_normalize", model.norm1._normalize), 1),
+    "own method": (lambda model: setattr(model.norm1, "_normalize", model.norm1._normalize), 2),
     "double precision": (lambda model: model.double(), None),  # short on a CPU, long with kernels
 }
 
@@ -209,7 +209,9 @@ def second_order(model, x):
     x = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     grad.square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+    found = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+    # Single values cancel, so all are compared on the scale of the largest.
+    return {name: None if grad is None else grad / grad.abs().max().clamp(min=1) for name, grad in found.items()}
 
 
 def some_gradients(model, x):
@@ -317,7 +319,7 @@ def test_a_norm_that_runs_again(monkeypatch):
     model.times = 2
     taken = count_short(monkeypatch)
     found = step(model, x)
-    assert len(taken) == 1
+    assert len(taken) == 2
     assert_same(found, the_long_way(monkeypatch, step, model, x))
 
 
@@ -338,7 +340,7 @@ def test_a_failed_forward_tracks_what_ran(monkeypatch):
 
     taken = count_short(monkeypatch)
     found = run(model)
-    assert len(taken) == 1
+    assert len(taken) == 2
     assert_same(found, the_long_way(monkeypatch, run, twin))
 
 

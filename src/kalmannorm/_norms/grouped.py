@@ -203,8 +203,10 @@ class GroupedNorm(TrackedNorm):
 
     def _idle(self, prior: Moments | None) -> list[Tensor]:
         """Parameters that this forward does not use. DDP would wait for them. Without a prior: all but γ and β."""
-        if prior is not None or not torch.is_grad_enabled() or exporting():
-            return []
+        return [] if prior is not None or not torch.is_grad_enabled() or exporting() else self._unused()
+
+    def _unused(self) -> list[Tensor]:
+        """The parameters that a forward without a prior does not use."""
         asked = {"weight", "bias", *self.then}
         return [p for name, p in self.named_parameters() if p.requires_grad and name.split(".")[0] not in asked]
 

@@ -321,8 +321,9 @@ class BatchKalmanNorm(GroupedNorm):
 
     def takes_short_way(self) -> bool:
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
-        diagonal = self.covariance == "diagonal" and self.transition is None and self.gain_logit is not None
-        return diagonal and self.training and not self.frozen and self._ranks.choice is None
+        diagonal = self.covariance == "diagonal" and self.transition is None
+        alone = self.gain_logit is not None or not self._unused()
+        return diagonal and alone and self.training and not self.frozen and self._ranks.choice is None
 
     def has_usual_steps(self) -> bool:
         """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kalmannorm._ops.propagate.bundle import Belief, Bundle, Elementwise, Given, Layer, Norm, Stage
 from kalmannorm._running.bundle_work import Work, work_of
-from kalmannorm._wiring.program import Constant, Program, Select, Slice, Step
+from kalmannorm._wiring.program import Constant, NormBelief, Program, Select, Slice, Step
 from kalmannorm._wiring.weak_modules import WeakModule
 
 TOGETHER = 32
@@ -30,10 +30,10 @@ Until then DDP cannot exchange the gradients of its parameters."""
 
 
 class Call(NamedTuple):
-    """One call of a norm that has a prior: its number, the step of the prior, the norm."""
+    """One call of a norm: its number, the step of its prior or None if it has none, and the norm."""
 
     identity: int
-    target: int
+    target: int | None
     norm: WeakModule
 
 
@@ -89,7 +89,7 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
     owner: dict[int, int] = {}  # the first chunk that needs each computing step
     wanted: list[dict[int, None]] = [{} for _ in chunks]
     for number, chunk in enumerate(chunks):
-        pending = [call.target for call in chunk]
+        pending = [call.target for call in chunk if call.target is not None]
         seen: set[int] = set()
         while pending:
             step = pending.pop()
@@ -107,15 +107,19 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
     for number, chunk in enumerate(chunks):
         here = {i: work for i, work in works.items() if owner.get(i, number) == number}
         builder = _Builder(program, here, measure, sizes)
-        gained = [call for call in chunk if getattr(call.norm.module(), "gain_logit", None) is not None]
+        gained = [call for call in chunk if (call.target is None) == (_gain_of(call) is None)]
         if gained or wanted[number]:
             parts.append(builder.part(gained, list(wanted[number])))
     return parts
 
 
+def _gain_of(call: Call) -> Any:
+    return getattr(call.norm.module(), "gain_logit", None)
+
+
 def _needed(program: Program, calls: Iterable[Call]) -> list[int]:
     seen: set[int] = set()
-    pending = [call.target for call in calls]
+    pending = [call.target for call in calls if call.target is not None]
     while pending:
         step = pending.pop()
         if step not in seen:
@@ -163,18 +167,18 @@ class _Builder:
         self.masks: list[int] = []
 
     def part(self, calls: list[Call], steps: list[int]) -> Part:
-        targets = [*(call.target for call in calls), *steps]
-        order = self._order(targets)
+        order = self._order([*(call.target for call in calls if call.target is not None), *steps])
         for step in order:
             self.found[step] = self._entries(step)
             self.sizes[step] = self.found[step].numel()
-        needs = self._needs(targets)
+        reached = [*(self._prior_of(call) for call in calls), *(self.found[step] for step in steps)]
+        needs = self._needs(reached)
         nodes = sorted(range(len(self.nodes)), key=lambda i: self.nodes[i].rank())
         place, moved = torch.empty(self.entries, dtype=torch.long), 0
         for node in (self.nodes[i] for i in nodes):
             place[node.start : node.start + node.size] = torch.arange(moved, moved + node.size)
             moved += node.size
-        results = [place[self.found[step]] for step in targets]
+        results = [place[entries] for entries in reached]
         bundle = Bundle([], [], [], [], results, self.entries, self.masks)
         self._add_leaves(bundle, nodes, needs)
         self._add_norms(bundle, calls)
@@ -207,8 +211,7 @@ class _Builder:
                 self.masks[found] |= 1 << bit
                 places.append(found)
             weight, bias, logit = places
-            assert logit is not None
-            logits = math.prod(self.sources[logit].shape)
+            logits = 1 if logit is None else math.prod(self.sources[logit].shape)
             bundle.norms.append(Norm(weight, bias, logit, logits, channels))
 
     def _order(self, steps: list[int]) -> list[int]:
@@ -266,11 +269,18 @@ class _Builder:
         found = torch.unique(torch.searchsorted(starts, torch.cat(list(operands)), right=True) - 1)
         return tuple(found.tolist())
 
-    def _needs(self, steps: list[int]) -> list[int]:
-        """For each node the results that depend on it, as bits."""
+    def _prior_of(self, call: Call) -> Tensor:
+        """The entries of a call's prior. N(0, 1) for a norm without one."""
+        if call.target is not None:
+            return self.found[call.target]
+        norm: Any = call.norm.module()
+        return self._node(Work(belief=NormBelief(channels=norm.num_features)), (), norm.num_features)
+
+    def _needs(self, reached: list[Tensor]) -> list[int]:
+        """For each node the results that depend on it, as bits. `reached` are the entries of the results."""
         needs = [0] * len(self.nodes)
-        for bit, step in enumerate(steps):
-            for i in self._feeding([self.found[step]]):
+        for bit, entries in enumerate(reached):
+            for i in self._feeding([entries]):
                 needs[i] |= 1 << bit
         for i in reversed(range(len(self.nodes))):
             for j in self.nodes[i].feeds:
@@ -289,7 +299,7 @@ class _Builder:
             if belief is not None:
                 places = [
                     None
-                    if belief.norm.tensor(name) is None
+                    if belief.norm.never_was() or belief.norm.tensor(name) is None
                     else self._tensor(Source((node.size,), belief.norm, name), needs[i])
                     for name in ("bias", "weight")
                 ]

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmannorm._groups import statistics_dtype
+from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.normalize.registered_rows import normalize_rows
 from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
 from kalmannorm._ops.track import registered as tracking
 from kalmannorm._running.bundling import Source
 from kalmannorm._running.prior_bundles import PriorBundles, groups_of, runner
 from kalmannorm._running.tracking_together import Update, track_together
+from kalmannorm._support.checks import check_enough_values
 from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
@@ -40,7 +41,6 @@ class CompiledPart(NamedTuple):
     calls: tuple[int, ...]
     steps: tuple[int, ...]
     given: tuple[int, ...]
-    norms: tuple[WeakModule, ...]
 
 
 class CompiledModel(NamedTuple):
@@ -76,7 +76,18 @@ def part_with(model: int, place: int, step: int) -> int:
     return next((number for number, part in enumerate(compiled.parts) if step in part.steps), -1)
 
 
-for _constant in (place_of, part_of, part_with):
+def sizes_of(model: int, calls: tuple[int, ...]) -> tuple[int, ...]:
+    """m of the norms with these calls, 0 for the whole batch, and -1 for one group.
+
+    A norm reads its own m when it is traced, so that the guards of compiled code check it.
+    """
+    relay: Any = tracking.find(model)
+    norms = [relay.norms[call].module() for call in calls]
+    trains = [norm is not None and norm.training and not norm.frozen for norm in norms]
+    return tuple((norm.statistics_batch_size or 0) if train else -1 for norm, train in zip(norms, trains, strict=True))
+
+
+for _constant in (place_of, part_of, part_with, sizes_of):
     torch.compiler.assume_constant_result(_constant)  # type: ignore[no-untyped-call]
 
 
@@ -90,8 +101,8 @@ def prepared(bundles: PriorBundles, context: Context) -> CompiledModel:
                 parts, compiled = [], []
                 break
             bundle = CompiledBundle(part.bundle, runner(part.bundle, context, tensors), context.dtype, tensors)
-            calls, norms = tuple(call.identity for call in part.calls), tuple(call.norm for call in part.calls)
-            parts.append(CompiledPart(bundle.number, sources, calls, tuple(part.steps), tuple(part.given), norms))
+            calls = tuple(call.identity for call in part.calls)
+            parts.append(CompiledPart(bundle.number, sources, calls, tuple(part.steps), tuple(part.given)))
             compiled.append(bundle)
     ticket = torch.zeros((), device=context.device)
     torch._dynamo.mark_static_address(ticket)
@@ -138,6 +149,8 @@ class CompiledForward:
         rows = self._rows(call, norm, x)
         if rows is None:
             return None
+        if norm.gain_logit is None:
+            check_enough_values(x, norm.statistics_batch_size)
         y, moments = normalize_rows(x, rows, residual, norm.statistics_batch_size or 0, norm.eps, relu)
         if norm.track_running_stats:
             self.postpone(norm.wire.calls[0], moments, x)
@@ -171,7 +184,8 @@ class CompiledForward:
             results[step][piece] if holder is None else holder[name] for holder, name, step, piece in part.sources
         ]
         wanted = [tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
-        groups = [groups_of(norm.module(), context.examples) for norm in part.norms]
+        sizes = sizes_of(self.relay.number, part.calls)
+        groups = [1 if m < 0 else group_count(context.examples, group_size(context.examples, m)) for m in sizes]
         found = bundle_rows(tensors, groups, wanted, part.number)
         for i, call in enumerate(part.calls):
             self.rows[(*kind, call)] = found[i]

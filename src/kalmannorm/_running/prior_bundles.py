@@ -93,11 +93,12 @@ class PriorBundles:
             Call(call.identity, call.target, norm.module)
             for norm in plan.norms.values()
             for call in norm.calls
-            if call.target is not None and (inside is None or id(norm.module.module()) in inside)
+            if call.target is not None or (len(norm.calls) == 1 and plan.transition == "weights")
+            if inside is None or id(norm.module.module()) in inside
         ]
         return cls(plan.program, sorted(calls, key=lambda call: call.identity))
 
-    def fill(self, call: int, target: int, context: Context, results: Results) -> None:
+    def fill(self, call: int, target: int | None, context: Context, results: Results) -> None:
         """Compute the bundle that this call needs, if possible."""
         device = context.device
         if device.type == "meta" or not self.calls:
@@ -105,7 +106,7 @@ class PriorBundles:
         if not results.checked:
             self._update(context)
             results.checked = True
-        number = self.of_call.get(call, self.of_step.get(target))
+        number = self.of_call.get(call, None if target is None else self.of_step.get(target))
         if number is not None and number not in results.tried:
             self._fill(number, context, results)
 

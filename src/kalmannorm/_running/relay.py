@@ -344,13 +344,13 @@ class Wire(Complete):
         """The whole forward of the norm on the short way, or in compiled code. None if it must take the long way."""
         if torch.compiler.is_compiling():
             return self._compile(norm, x, residual, relu)
-        forward, target = self.relay.state.short, self.targets[0]
-        if forward is None or target is None or len(self.calls) > 1 or self.sources[0]:
+        forward = self.relay.state.short
+        if forward is None or len(self.calls) > 1 or self.sources[0]:
             return None
-        return forward.normalize(self.calls[0], target, norm, x, residual, relu)
+        return forward.normalize(self.calls[0], self.targets[0], norm, x, residual, relu)
 
     def _compile(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
-        if len(self.calls) > 1 or self.targets[0] is None or self.sources[0]:
+        if len(self.calls) > 1 or self.sources[0]:
             return None
         if self.first[0]:
             self.relay.begin_compiled()

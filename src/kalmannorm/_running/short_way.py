@@ -28,6 +28,7 @@ from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._running.tracking_together import Update, track_together
 from kalmannorm._support.activation_checkpoints import saved_tensors_hooked
 from kalmannorm._support.changes import Changes
+from kalmannorm._support.checks import check_enough_values
 from kalmannorm._wiring.program import Context
 from kalmannorm.moments import closed
 
@@ -132,7 +133,7 @@ class ShortForward:
         self.blocks: dict[int, Block | None] = {}
 
     def normalize(
-        self, call: int, target: int, norm: Any, x: Tensor, residual: Tensor | None, relu: bool
+        self, call: int, target: int | None, norm: Any, x: Tensor, residual: Tensor | None, relu: bool
     ) -> Tensor | None:
         """The result of a norm, or None: it must take the long way."""
         if x.__class__ is not Tensor or watched():
@@ -174,7 +175,7 @@ class ShortForward:
             y = norm._finish(y, residual is not None or relu)
         return y
 
-    def _block(self, call: int, target: int, x: Tensor) -> Block | None:
+    def _block(self, call: int, target: int | None, x: Tensor) -> Block | None:
         """Compute the bundle of a call, and memory for the moments of its norms."""
         if row_kernels_for(x, 0) is None or not closed.applicable():
             return None
@@ -218,6 +219,8 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
     kind = row_kernels_for(x, norm.statistics_batch_size or 0)
     if kind is None:
         return None
+    if norm.gain_logit is None:
+        check_enough_values(x, norm.statistics_batch_size)
     kernels: RowKernels = kind(
         x, norm.statistics_batch_size or 0, norm.eps, residual=residual is not None, relu=relu, pitch=block.part.pitch
     )

@@ -36,6 +36,10 @@ class WeakModule:
         """The module, or None if it was deleted."""
         return self.reference()
 
+    def never_was(self) -> bool:
+        """Whether there was no module from the beginning."""
+        return not self._tensors
+
     def tensor(self, name: str) -> Any:
         """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
         module = self.module()

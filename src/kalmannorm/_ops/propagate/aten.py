@@ -250,8 +250,15 @@ def _stacked(bundle: Bundle, tensors: Tensors, priors: Tensor, gains: Tensor) ->
 def _gains(bundle: Bundle, tensors: Tensors, ready: _Ready) -> Tensor:
     if not bundle.norms:
         return torch.empty(0, device=ready.device)
-    logits = torch.cat([tensors[norm.logit].reshape(-1) for norm in bundle.norms])
-    return gain_of(logits).index_select(0, ready.logits)
+    logits = _logit_values(bundle, tensors)
+    return torch.where(logits == math.inf, 1, gain_of(logits)).index_select(0, ready.logits)
+
+
+def _logit_values(bundle: Bundle, tensors: Tensors) -> Tensor:
+    """The logits of all norms. That of a norm without a prior is infinite: its gain is 1."""
+    missing = tensors[0].new_full((1,), math.inf) if any(norm.logit is None for norm in bundle.norms) else None
+    found = [missing if norm.logit is None else tensors[norm.logit].reshape(-1) for norm in bundle.norms]
+    return torch.cat(found)  # type: ignore[arg-type]
 
 
 def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
@@ -404,12 +411,13 @@ def _leaf_gradients(
 def _gain_gradients(
     bundle: Bundle, tensors: Tensors, grad_gains: Tensor, ready: _Ready, found: list[Tensor | None]
 ) -> None:
-    logits = torch.cat([tensors[norm.logit].reshape(-1) for norm in bundle.norms])
+    logits = _logit_values(bundle, tensors)
     # Unlike index_add_, index_put_ is deterministic on a GPU.
     sums = grad_gains.new_zeros(logits.numel()).index_put_((ready.logits,), grad_gains, accumulate=True)
     slopes = gain_slope(logits) * sums
     for norm, part in zip(bundle.norms, torch.split(slopes, [norm.logits for norm in bundle.norms]), strict=True):
-        found[norm.logit] = part.view(tensors[norm.logit].shape)
+        if norm.logit is not None:
+            found[norm.logit] = part.view(tensors[norm.logit].shape)
 
 
 def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

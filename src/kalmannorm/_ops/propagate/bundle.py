@@ -99,12 +99,13 @@ class Given(NamedTuple):
 class Norm(NamedTuple):
     """A norm that gets its prior from the bundle. Positions of γ, β and the gain's logit in the list of tensors.
 
-    The logit has one value for all channels, or one per channel. A missing γ is 1, and a missing β is 0.
+    The logit has one value for all channels, or one per channel. A missing γ is 1, and a missing β is 0. A norm without
+    a prior has no logit: its gain is 1, and its prior, which then has no weight, is N(0, 1).
     """
 
     weight: int | None
     bias: int | None
-    logit: int
+    logit: int | None
     logits: int
     channels: int
 

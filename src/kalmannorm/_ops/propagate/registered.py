@@ -123,17 +123,18 @@ def _bundle_rows_backward(
         state = known.prepared(tensors, wanted) if known.state is None else known.state
         pairs = list(zip(means, variances, strict=True))
         found = known.run.backward(known.bundle, tensors, saved, state, summed(known.bundle, rows), pairs, asked)
-        return _apart([grad for grad in found if grad is not None])
+        there = [(grad, like) for grad, like in zip(found, tensors, strict=True) if grad is not None]
+        return _laid_out([grad for grad, _ in there], [like for _, like in there])
 
 
 torch.library.impl("kalmannorm::bundle_rows_backward", "default", _bundle_rows_backward)
 
 
-def _apart(gradients: list[Tensor]) -> list[Tensor]:
-    """Compiled code reads 16 bytes at once, so gradients that begin elsewhere are copied."""
-    odd = [i for i, grad in enumerate(gradients) if grad.data_ptr() % ALIGNED]
+def _laid_out(gradients: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients with the layouts of their tensors. Compiled code reads 16 bytes at once, so they begin there."""
+    odd = [i for i, grad in enumerate(gradients) if grad.data_ptr() % ALIGNED or grad.stride() != tensors[i].stride()]
     if odd:
-        copies = [torch.empty_like(gradients[i]) for i in odd]
+        copies = [torch.empty_like(tensors[i]) for i in odd]
         torch._foreach_copy_(copies, [gradients[i] for i in odd])
         for i, copied in zip(odd, copies, strict=True):
             gradients[i] = copied

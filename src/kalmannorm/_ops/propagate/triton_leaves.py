@@ -31,7 +31,7 @@ def leaves_kernel(
 ):  # fmt: skip
     """Write beliefs and given moments into their entries, and compute gains from logits.
 
-    γ is squared. Given variances are copied.
+    γ is squared. Given variances are copied. The gain of an infinite logit is exactly 1.
     """
     await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +41,8 @@ def leaves_kernel(
     tl.store(entries_ptr + E + i, tl.where(i < BELIEFS, var * var, var), mask=i < LEAVES)
     place = tl.load(logits_ptr + i, mask=i < CHANNELS, other=0)
     logit = tl.load(flat_ptr + 2 * LEAVES + place, mask=i < CHANNELS, other=0.0).to(tl.float32)
-    tl.store(gains_ptr + i, margin + (1.0 - 2.0 * margin) / (1.0 + tl.exp(-logit)), mask=i < CHANNELS)
+    gain = margin + (1.0 - 2.0 * margin) / (1.0 + tl.exp(-logit))
+    tl.store(gains_ptr + i, tl.where(logit == float("inf"), 1.0, gain), mask=i < CHANNELS)
 
 
 @triton.jit(do_not_specialize=["S", "LEAVES", "BELIEFS"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -171,7 +172,7 @@ def _small(bundle: Bundle) -> list[Small]:
     listed += [Small(each.mean, each.size, given=True) for each in bundle.given]
     listed += [Small(each.weight, each.size, 1.0) for each in bundle.beliefs]
     listed += [Small(each.var, each.size, given=True) for each in bundle.given]
-    listed += [Small(norm.logit, norm.logits) for norm in bundle.norms]
+    listed += [Small(norm.logit, norm.logits, math.inf) for norm in bundle.norms]
     listed += [Small(norm.weight, norm.channels, 1.0) for norm in bundle.norms]
     return listed + [Small(norm.bias, norm.channels, 0.0) for norm in bundle.norms]
 

@@ -1,0 +1,272 @@
+"""A compiled training step: registered ops, the results of eager mode, and nothing out of date."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kalmannorm import accumulate_statistics, fuse
+from kalmannorm._model.settings import norms
+from kalmannorm._ops.propagate import registered as bundles
+from kalmannorm._ops.track import registered as tracking
+from support.bundled_nets import IMAGE, Blocks, Branches, converted
+from support.poisoned import DEVICE
+from support.short_way_cases import CHANGES, assert_same, own_step, small
+from support.wide import narrow
+
+NORM, ROWS, TRACK = (
+    getattr(torch.ops.kalmannorm, name) for name in ("normalize_rows", "bundle_rows", "track")
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def compiled(model, backend="aot_eager", **options):
+    """The compiled model, and a counter that has its graphs."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, backend=counter, fullgraph=True, **options), counter
+
+
+def count(counter, target):
+    return [sum(node.target is target for node in graph.graph.nodes) for graph in counter.graphs]
+
+
+def assert_equals_eager(model, batches, backend="aot_eager", run=own_step, **options):
+    """Steps on these batches, compiled and not. Returns the counter."""
+    twin = copy.deepcopy(model)
+    call, counter = compiled(twin, backend, **options)
+    for x in batches:
+        assert_same(renamed(run(call, x)), run(model, x))
+    return counter
+
+
+def doubled(given):
+    """In float64, because single gradients of a bias before a norm are sums that cancel."""
+    return [each.double() for each in given]
+
+
+def renamed(found):
+    """`torch.compile` puts the model into a wrapper."""
+    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("make", [Blocks, Branches])
+@pytest.mark.parametrize("fused", [False, True])
+def test_equals_eager(make, fused):
+    model = converted(make(), IMAGE).to(DEVICE)
+    x = torch.randn(4, *IMAGE[1:], device=DEVICE)
+    counter = assert_equals_eager(fuse(model, x) if fused else model, [x, -x])
+    assert count(counter, NORM) == [len(list(norms(model)))]
+    assert count(counter, TRACK) == [1]
+    assert len(counter.graphs[0].graph.output_node().args[0]) == 1  # no moments, no rows
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("layout", narrow([torch.contiguous_format, torch.channels_last], [torch.channels_last]))
+def test_equals_eager_with_inductor(layout):
+    model, x = doubled(small())
+    model, x = model.to(memory_format=layout), x.to(memory_format=layout)
+    counter = assert_equals_eager(model, [x, -x], "inductor")
+    assert count(counter, NORM) == [3]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_residual_and_relu(residual, relu):
+    model, x = small()
+
+    class Net(type(model)):
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            x = self.conv1(x)
+            return self.norm2(self.conv2(self.norm1(x, residual=x if residual else None, relu=relu)))
+
+    model.__class__ = Net
+    assert count(assert_equals_eager(model, [x]), NORM) == [3]
+
+
+def test_batches_of_other_sizes_do_not_compile_again():
+    """Whole groups, then a smaller last group."""
+    model, x = small()
+    x = torch.cat([x, -x, 2 * x])
+    counter = assert_equals_eager(model, [x[:4], x[:6], x[:8], x[:5], x[:7]], dynamic=True)
+    assert [found for found in count(counter, NORM) if found] == [3, 3]  # `zero_grad` is compiled too
+
+
+def test_without_gradients():
+    """Statistics move as in eager mode."""
+    model, x = small()
+
+    @torch.no_grad()
+    def run(model, x):
+        return {"y": model(x), **dict(model.named_buffers())}
+
+    assert count(assert_equals_eager(model, [x, -x], run=run), NORM) == [3]
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "hook"])  # dynamo does not look for new hooks
+def test_what_was_compiled_expires(change):
+    """After compiled steps a setting changes. The next step sees it."""
+    make, _ = CHANGES[change]
+    model, x = doubled(small())
+    twin = copy.deepcopy(model)
+    call, _ = compiled(twin)
+    for each, run in ((model, model), (twin, call)):
+        own_step(run, x)
+        make(each)
+    assert_same(renamed(own_step(call, x)), own_step(model, x))
+
+
+def test_a_copy_of_a_compiled_model_is_its_own():
+    model, x = small()
+    call, _ = compiled(model)
+    own_step(call, x)
+    twin = copy.deepcopy(model)
+    other, _ = compiled(twin)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    own_step(other, -x)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert twin.norm1.num_batches_tracked == model.norm1.num_batches_tracked + 1
+
+
+def test_the_last_norm_does_not_run():
+    """The statistics of the others move when the forward ends. Unused parameters get zeros instead of no gradient."""
+    model, x = small()
+
+    class Short(type(model)):
+        def forward(self, x):
+            return self.norm1(self.conv1(self.norm0(self.conv0(x)).relu()))
+
+    model.__class__ = Short
+
+    def run(model, x):
+        return {name: torch.zeros(()) if t is None or not t.any() else t for name, t in own_step(model, x).items()}
+
+    assert_equals_eager(model, [x, -x], run=run)
+
+
+def test_a_norm_runs_twice():
+    model, x = small()
+
+    class Twice(type(model)):
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            return self.norm2(self.conv2(self.norm1(self.conv1(x)) + self.norm1(2 * self.conv1(x))))
+
+    model.__class__ = Twice
+    assert_equals_eager(model, [x, -x])
+
+
+def test_a_whole_step_is_compiled():
+    """The hooks of the model are then traced too."""
+    model, x = small()
+    twin = copy.deepcopy(model)
+    expected = own_step(model, x)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x):
+        y = twin(x)
+        return y, y.square().sum() + y.sum()
+
+    y, total = loss(x)
+    total.backward()
+    torch.testing.assert_close(y, expected["y"])
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[f"d {name}"], rtol=1e-5, atol=1e-5)
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(buffer, expected[name])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_break_of_the_graph():
+    model, x = small()
+
+    class Broken(type(model)):
+        def forward(self, x):
+            x = self.norm1(self.conv1(self.norm0(self.conv0(x)).relu()))
+            torch._dynamo.graph_break()
+            return self.norm2(self.conv2(x.relu()))
+
+    model.__class__ = Broken
+    twin = copy.deepcopy(model)
+    call = torch.compile(twin, backend="aot_eager")
+    for batch in (x, -x):
+        assert_same(renamed(own_step(call, batch)), own_step(model, batch))
+
+
+def test_statistics_that_accumulate():
+    model, x = small()
+
+    def run(model, x):
+        with accumulate_statistics(getattr(model, "_orig_mod", model)):
+            own_step(model, x[:2])
+            return own_step(model, x[2:])
+
+    twin = copy.deepcopy(model)
+    call, _ = compiled(twin)
+    own_step(call, x)
+    own_step(model, x)
+    run(call, x), run(model, x)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(twin.get_buffer(name), buffer, msg=name)
+
+
+def test_second_derivatives_without_a_compiler():
+    """The backend `eager` runs the registered ops, whose gradients can be differentiated again."""
+    model, x = small()
+    model, x = model.double(), x.double()
+
+    def second_order(model, x):
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+
+    assert_equals_eager(model, [x], "eager", second_order)
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # our hooks
+def test_export_has_no_op_of_one_process():
+    """Numbers of models and bundles mean nothing elsewhere."""
+    model, x = small()
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict)
+        assert not {NORM.default, ROWS.default, TRACK.default} & {node.target for node in program.graph.nodes}
+
+
+def test_a_deleted_model_is_freed_and_named():
+    model, x = small()
+    call, _ = compiled(model)
+    own_step(call, x)
+    relay = model.norm1.wire.relay
+    number, bundle = relay.number, relay.compiled[0].parts[0].number
+    assert tracking.find(number) is relay
+    del model, call, relay
+    torch._dynamo.reset()
+    gc.collect()
+    for find in (lambda: tracking.find(number), lambda: bundles.find(bundle)):
+        with pytest.raises(RuntimeError, match="a model that was deleted; compile the model again"):
+            find()
+
+
+def test_ops_keep_their_promises():
+    """What torch asks of a registered op: schema, fake version, autograd."""
+    model, x = small()
+    call, _ = compiled(model)
+    own_step(call, x)
+    part = model.norm1.wire.relay.compiled[0].parts[0]
+    tensors = [holder[name] for holder, name, _, _ in part.sources]
+    wanted = [True] * len(tensors)
+    torch.library.opcheck(ROWS, (tensors, [2, 2, 2], wanted, part.number))
+    rows = ROWS(tensors, [2, 2, 2], wanted, part.number)[1].detach().requires_grad_()
+    y = torch.randn(4, 4, 3, 3, device=DEVICE, requires_grad=True)
+    for residual, relu in ((None, False), (None, True), (y.detach().clone().requires_grad_(), True)):
+        torch.library.opcheck(NORM, (y, rows, residual, 2, 1e-5, relu))
