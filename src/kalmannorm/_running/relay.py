@@ -61,7 +61,7 @@ class Relay:
         self.state = ThreadState()
         self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
-        self.number = tracking.register(self)
+        self.number = tracking.number_of(self)
         self.compiled: list[CompiledModel] = []  # for each device and dtype
         self.compiled_for: dict[Any, tuple[int, list[Any]]] = {}  # their places, and the steps they were made from
         self.compiled_tables: dict[Any, Any] = {}

@@ -7,6 +7,7 @@ have no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.dispatch import on_device_of, row_kernels_for
+from kalmannorm._ops.library import below_autograd, register, register_differentiable
 from kalmannorm._ops.normalize import registered
 from kalmannorm._ops.normalize.aten_rows import AtenRows
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
@@ -21,31 +23,19 @@ from kalmannorm._ops.normalize.rows import registered_backward, through_the_op
 
 KEPT = 1024
 """Norms and shapes for which prepared kernels are kept. After more, all are dropped."""
-_PREPARED: dict[tuple[Any, ...], RowKernels] = {}
-
-torch.library.define(
-    "kalmannorm::normalize_rows",
-    "(Tensor x, Tensor rows, Tensor? residual, SymInt statistics_batch_size, float eps, bool relu) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.define(
-    "kalmannorm::normalize_rows_backward",
-    "(Tensor grad_y, Tensor x, Tensor rows, Tensor moments, Tensor? y, SymInt statistics_batch_size, float eps, "
-    "bool relu, bool residual) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+_PREPARED: dict[tuple[Any, ...], RowKernels | None] = {}
 
 
 def _kernels(x: Tensor, rows: Tensor, size: int, eps: float, relu: bool, residual: bool) -> RowKernels | None:
-    """Prepared kernels. None: only `registered` can do it."""
+    """Prepared kernels. None: PyTorch operations run, or x has gaps."""
     key = x.shape, x.stride(), x.dtype, x.device, rows.stride(0), size, eps, relu, residual
     if key not in _PREPARED:
         kind = row_kernels_for(x, size)
-        if kind is None or kind is AtenRows:
-            return None
+        usable = kind is not None and kind is not AtenRows and _dense(x) is x
         if len(_PREPARED) >= KEPT:
             _PREPARED.clear()
-        _PREPARED[key] = kind(x, size, eps, residual=residual, relu=relu, pitch=rows.stride(0))
+        made = kind(x, size, eps, residual=residual, relu=relu, pitch=rows.stride(0)) if usable and kind else None
+        _PREPARED[key] = made
     return _PREPARED[key]
 
 
@@ -53,54 +43,45 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=registered.memory_format_of(x))
 
 
-def _normalize_rows(
+def _forward(
     x: Tensor, rows: Tensor, residual: Tensor | None, size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
-    x = _dense(x)
-    if residual is not None and residual.stride() != x.stride():
-        residual = torch.empty_like(x).copy_(residual)
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual is not None)
-        if kernels is not None:
-            moments = rows.new_empty((4, kernels.groups, x.shape[1]))
-            return kernels.forward(x, rows, residual, Memory(moments.view(-1), Scratch()), 0), moments
-        weight, bias, mean, var, gain = rows.unbind(0)
-        y, *parts = registered.forward(x, mean, var, gain, weight, bias, size, eps, residual, relu)
-        return y, torch.stack(parts)
+        if kernels is None:
+            weight, bias, mean, var, gain = rows.unbind(0)
+            y, *parts = registered.forward(_dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
+            return y, torch.stack(parts)
+        if residual is not None and residual.stride() != x.stride():
+            residual = torch.empty_like(x).copy_(residual)
+        moments = rows.new_empty((4, kernels.groups, x.shape[1]))
+        return kernels.forward(x, rows, residual, Memory(moments, Scratch()), 0), moments
 
 
-torch.library.impl("kalmannorm::normalize_rows", "default", _normalize_rows)
-
-
-def _fake_normalize_rows(
+def _fake_forward(
     x: Tensor, rows: Tensor, residual: Tensor | None, size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
     groups = group_count(x.shape[0], group_size(x.shape[0], size))
     return torch.empty_like(_dense(x)), x.new_empty((4, groups, x.shape[1]), dtype=statistics_dtype(x))
 
 
-torch.library.register_fake("kalmannorm::normalize_rows", _fake_normalize_rows)
-
-
-def _normalize_rows_backward(
+def _backward(
     grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None, size: int, eps: float, relu: bool,
     residual: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, of the rows, and of the residual if it is not `grad_y` itself."""
-    x = _dense(x)
+    """Gradients of x and of the rows. If y is given, it has the mask of the ReLU, and the masked `grad_y` follows."""
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual)
-        if kernels is not None:
-            dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments.view(-1), Scratch()), 0)
-            return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
-        found = through_the_op(registered.backward, grad_y, x, rows, moments.unbind(0), y, (size, eps, relu))
-        return [*found[: 2 if y is None else 3]]
+        if kernels is None:
+            found = through_the_op(
+                registered.backward, grad_y, _dense(x), rows, moments.unbind(0), y, (size, eps, relu)
+            )
+            return [*found[: 2 if y is None else 3]]
+        dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments, Scratch()), 0)
+        return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
 
 
-torch.library.impl("kalmannorm::normalize_rows_backward", "default", _normalize_rows_backward)
-
-
-def _fake_normalize_rows_backward(
+def _fake_backward(
     grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None, size: int, eps: float, relu: bool,
     residual: bool,
 ) -> list[Tensor]:  # fmt: skip
@@ -109,36 +90,42 @@ def _fake_normalize_rows_backward(
     return gradients if y is None else [*gradients, torch.empty_like(like)]
 
 
-torch.library.register_fake("kalmannorm::normalize_rows_backward", _fake_normalize_rows_backward)
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        x, rows, residual, *ctx.how = given
+        y, moments = below_autograd("normalize_rows", *given)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(moments)
+        ctx.residual = residual is not None
+        # As in `registered`: kernels on a GPU find the mask of a ReLU without a residual from x and β.
+        keeps = ctx.how[-1] and (ctx.residual or x.device.type == "cpu")
+        ctx.save_for_backward(x, rows, moments, y if keeps else None)
+        return y, moments
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, rows, residual, *ctx.settings = inputs
-    y, moments = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(moments)
-    ctx.residual = residual is not None
-    # As in `registered`: kernels on a GPU find the mask of a ReLU without a residual from x and β.
-    keeps = ctx.settings[-1] and (ctx.residual or x.device.type == "cpu")
-    ctx.save_for_backward(x, rows, moments, y if keeps else None)
-
-
-def _differentiate(ctx: Any, grad_y: Tensor | None, _: None) -> tuple[Any, ...]:
-    if grad_y is None:
-        return (None,) * 6
-    x, rows, moments, y = ctx.saved_tensors
-    size, eps, relu = ctx.settings
-    if torch.is_grad_enabled():
-        found = through_the_op(registered_backward, grad_y, x, rows, moments.unbind(0), y, (size, eps, relu))
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, _: None) -> tuple[Any, ...]:
+        if grad_y is None:
+            return (None,) * 6
+        x, rows, moments, y = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = through_the_op(registered_backward, grad_y, x, rows, moments.unbind(0), y, tuple(ctx.how))
+        else:
+            run = torch.ops.kalmannorm.normalize_rows_backward
+            found = (*run(grad_y, x, rows, moments, y, *ctx.how, ctx.residual), grad_y)
         return *found[:2], found[2] if ctx.residual else None, None, None, None
-    dx, d_rows, *rest = torch.ops.kalmannorm.normalize_rows_backward(
-        grad_y, x, rows, moments, y, size, eps, relu, ctx.residual
-    )
-    d_residual = (rest[0] if rest else grad_y) if ctx.residual else None
-    return dx, d_rows, d_residual, None, None, None
 
 
-torch.library.register_autograd("kalmannorm::normalize_rows", _differentiate, setup_context=_save)
+_apply: Callable[..., tuple[Tensor, Tensor]] = _Node.apply
+_SCHEMA = (
+    "(Tensor x, Tensor rows, Tensor? residual, SymInt statistics_batch_size, float eps, bool relu) -> (Tensor, Tensor)"
+)
+register_differentiable("normalize_rows", _SCHEMA, _forward, _fake_forward, _apply)
+_SCHEMA = (
+    "(Tensor grad_y, Tensor x, Tensor rows, Tensor moments, Tensor? y, SymInt statistics_batch_size, float eps, "
+    "bool relu, bool residual) -> Tensor[]"
+)
+register("normalize_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
 def normalize_rows(

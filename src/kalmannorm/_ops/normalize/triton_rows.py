@@ -161,7 +161,7 @@ class TritonRows:
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
         """Mean and variance of the posterior, then of the observation, each (G, C)."""
-        return moments[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)
+        return moments.view(-1)[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)
 
 
 class Shares:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.dispatch import on_device_of
+from kalmannorm._ops.library import below_autograd, register, register_differentiable
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
@@ -23,17 +24,6 @@ from kalmannorm.moments.core import full_precision
 
 ALIGNED = 16
 _NUMBERS = itertools.count()
-
-torch.library.define(
-    "kalmannorm::bundle_rows",
-    "(Tensor[] tensors, SymInt[] groups, bool[] wanted, int bundle) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.define(
-    "kalmannorm::bundle_rows_backward",
-    "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, int bundle) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 class CompiledBundle:
@@ -75,7 +65,7 @@ def find(number: int) -> CompiledBundle:
     return known
 
 
-def _bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
     """The rows of the norms (5, G, C), means and variances of other results, and tensors for the backward."""
     known = find(number)
     gradients = True in wanted
@@ -93,10 +83,7 @@ def _bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], n
     return [*spread, *means, *variances, *(made.saved if gradients else ())]
 
 
-torch.library.impl("kalmannorm::bundle_rows", "default", _bundle_rows)
-
-
-def _fake_bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
     known, like = find(number), tensors[0]
     bundle = known.bundle
     rows = [
@@ -108,10 +95,7 @@ def _fake_bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[boo
     return [*rows, *others, *(torch.empty_like(part) for part in others), *(saved if True in wanted else ())]
 
 
-torch.library.register_fake("kalmannorm::bundle_rows", _fake_bundle_rows)
-
-
-def _bundle_rows_backward(
+def _backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
     number: int,
 ) -> list[Tensor]:  # fmt: skip
@@ -127,9 +111,6 @@ def _bundle_rows_backward(
         return _laid_out([grad for grad, _ in there], [like for _, like in there])
 
 
-torch.library.impl("kalmannorm::bundle_rows_backward", "default", _bundle_rows_backward)
-
-
 def _laid_out(gradients: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gradients with the layouts of their tensors. Compiled code reads 16 bytes at once, so they begin there."""
     odd = [i for i, grad in enumerate(gradients) if grad.data_ptr() % ALIGNED or grad.stride() != tensors[i].stride()]
@@ -141,41 +122,47 @@ def _laid_out(gradients: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor
     return gradients
 
 
-def _fake_bundle_rows_backward(
+def _fake_backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
     number: int,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(tensor) for tensor, wants in zip(tensors, asked, strict=True) if wants]
 
 
-torch.library.register_fake("kalmannorm::bundle_rows_backward", _fake_bundle_rows_backward)
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, groups: list[int], wanted: list[bool], number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = below_autograd("bundle_rows", list(tensors), groups, wanted, number)
+        bundle = find(number).bundle
+        ctx.set_materialize_grads(False)
+        ctx.groups, ctx.wanted, ctx.number = groups, wanted, number
+        ctx.results = 2 * len(bundle.results) - len(bundle.norms)
+        saved = found[ctx.results :]
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*tensors, *saved)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        known = find(ctx.number)
+        count = len(known.bundle.masks)
+        tensors, saved, arrived = ctx.saved_tensors[:count], ctx.saved_tensors[count:], list(grads[: ctx.results])
+        if torch.is_grad_enabled():
+            return None, None, None, *differentiated(known.bundle, tensors, known.dtype, ctx.groups, arrived)
+        asked = asked_of(known.bundle, ctx.wanted, arrived)
+        run = torch.ops.kalmannorm.bundle_rows_backward
+        found = iter(run(arrived, tensors, saved, ctx.wanted, asked, ctx.number) if True in asked else ())
+        return None, None, None, *[next(found) if wants else None for wants in asked]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, ctx.groups, ctx.wanted, ctx.number = inputs
-    bundle = find(ctx.number).bundle
-    ctx.set_materialize_grads(False)
-    ctx.results = 2 * len(bundle.results) - len(bundle.norms)
-    ctx.save_for_backward(*tensors, *output[ctx.results :])
+def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+    return list(_Node.apply(groups, wanted, number, *tensors))  # type: ignore[no-untyped-call]
 
 
-def _differentiate(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    known = find(ctx.number)
-    count = len(known.bundle.masks)
-    tensors, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-    grads = list(grads[: ctx.results])
-    if torch.is_grad_enabled():
-        return differentiated(known.bundle, tensors, known.dtype, ctx.groups, grads), None, None, None
-    asked = asked_of(known.bundle, ctx.wanted, grads)
-    found = iter(
-        torch.ops.kalmannorm.bundle_rows_backward(grads, tensors, saved, ctx.wanted, asked, ctx.number)
-        if True in asked
-        else ()
-    )
-    return [next(found) if wants else None for wants in asked], None, None, None
-
-
-torch.library.register_autograd("kalmannorm::bundle_rows", _differentiate, setup_context=_save)
+_SCHEMA = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, int bundle) -> Tensor[]"
+register_differentiable("bundle_rows", _SCHEMA, _forward, _fake_forward, _apply)
+_SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, int bundle) -> Tensor[]"
+register("bundle_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
 def bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:

@@ -15,17 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    *(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe"),
-)
-
-torch.library.define(
-    "kalmannorm::track",
-    "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, int model) -> ()",
-    tags=_TAGS,
-)
+from kalmannorm._ops.library import register
 
 
 class Tracker(Protocol):
@@ -39,7 +29,7 @@ _NUMBERS = itertools.count()
 _KNOWN: weakref.WeakValueDictionary[int, Tracker] = weakref.WeakValueDictionary()
 
 
-def register(tracker: Tracker) -> int:
+def number_of(tracker: Tracker) -> int:
     """A number for a model in compiled graphs."""
     number = next(_NUMBERS)
     _KNOWN[number] = tracker
@@ -61,16 +51,16 @@ def _track(
     find(model).track_norms(moments, norms, values, examples)
 
 
-torch.library.impl("kalmannorm::track", "default", _track)
-
-
-def _fake_track(
+def _fake(
     ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
 ) -> None:
     return None
 
 
-torch.library.register_fake("kalmannorm::track", _fake_track)
+_SCHEMA = "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, int model) -> ()"
+# A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
+_TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
+register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
 def track(

@@ -1,0 +1,41 @@
+"""Registers ops in torch so that compiled code calls them at little cost.
+
+A differentiable op is two ops with one implementation. Users call the first, whose autograd kernel calls the second
+below autograd. So the graph of a compiler contains the second, for which no autograd kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("kalmannorm", "FRAGMENT")  # it lives as long as the process
+
+
+def register(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+) -> None:
+    """An op that autograd does not see. `fake` computes shapes and layouts only."""
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"kalmannorm::{name}", fake, lib=LIBRARY)
+
+
+def register_differentiable(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    """The ops `name` and `name_forward`. `apply` applies an autograd function, whose forward calls `below_autograd`."""
+    register(f"{name}_forward", schema, run, fake)
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, apply, "Autograd")
+    torch.library.register_fake(f"kalmannorm::{name}", fake, lib=LIBRARY)
+
+
+def below_autograd(name: str, *args: Any) -> Any:
+    """Run the op `name_forward`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.kalmannorm, f"{name}_forward")(*args)
