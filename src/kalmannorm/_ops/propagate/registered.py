@@ -107,19 +107,24 @@ def _backward(
         state = known.prepared(tensors, wanted) if known.state is None else known.state
         pairs = list(zip(means, variances, strict=True))
         found = known.run.backward(known.bundle, tensors, saved, state, summed(known.bundle, rows), pairs, asked)
-        there = [(grad, like) for grad, like in zip(found, tensors, strict=True) if grad is not None]
-        return _laid_out([grad for grad, _ in there], [like for _, like in there])
+        return _laid_out(found, tensors)
 
 
-def _laid_out(gradients: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _laid_out(gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gradients with the layouts of their tensors. Compiled code reads 16 bytes at once, so they begin there."""
-    odd = [i for i, grad in enumerate(gradients) if grad.data_ptr() % ALIGNED or grad.stride() != tensors[i].stride()]
+    there, odd, likes = list[Tensor](), list[int](), list[Tensor]()
+    for grad, like in zip(gradients, tensors, strict=True):
+        if grad is not None:
+            if grad.data_ptr() % ALIGNED or (grad.dim() > 1 and grad.stride() != like.stride()):
+                odd.append(len(there))
+                likes.append(like)
+            there.append(grad)
     if odd:
-        copies = [torch.empty_like(tensors[i]) for i in odd]
-        torch._foreach_copy_(copies, [gradients[i] for i in odd])
+        copies = list(map(torch.empty_like, likes))
+        torch._foreach_copy_(copies, [there[i] for i in odd])
         for i, copied in zip(odd, copies, strict=True):
-            gradients[i] = copied
-    return gradients
+            there[i] = copied
+    return there
 
 
 def _fake_backward(
