@@ -44,6 +44,13 @@ def step(
         bool,
         typer.Option("--eager/--no-eager", help="Beside CUDA graphs, also time steps as an ordinary loop runs them."),
     ] = True,
+    compile_mode: Annotated[
+        str | None,
+        typer.Option(
+            "--compile-mode",
+            help="Also compile every net with torch.compile and time its steps: default or reduce-overhead.",
+        ),
+    ] = None,
     precision: Annotated[str, typer.Option("--precision", help="float32, or bf16 under autocast.")] = "float32",
     image_size: Annotated[
         int | None, typer.Option("--image-size", help="Pixels per side. [default: 32 for CIFAR nets, 224 for others]")
@@ -91,7 +98,7 @@ def step(
         chosen.append(Entry(NONE, Setting(whole, whole)))
 
     def runs(watch: Watch) -> Iterator[Rows]:
-        yield bench(case, chosen, rounds, eager=eager, watch=watch)
+        yield bench(case, chosen, rounds, eager=eager, compile_mode=compile_mode, watch=watch)
 
     axes = {"panel": "model", "place": "setting", "line": ("method", "way")}
     bench_output.show(runs, _table, output=output, plot=plot, as_json=as_json, axes=axes)
@@ -109,6 +116,10 @@ def _table(rows: Rows) -> tuple[str, Columns]:
         "p20 – p80": [around(row, "ratio") for row in rows],
         "eager ms": [number(row["eager_ms"]) for row in rows],
         "eager ratio": [number(row["eager_ratio"]) for row in rows],
+        "compile s": [number(row["compile_s"], 1) for row in rows],
+        "cached s": [number(row["compile_cached_s"], 1) for row in rows],
+        "compiled ms": [number(row["compiled_ms"]) for row in rows],
+        "compiled ratio": [number(row["compiled_ratio"]) for row in rows],
         "kernels": [number(row["kernels"], 0) for row in rows],
         "MiB": [number(row["peak_mib"], 0) for row in rows],
         "MiB ratio": [number(row["peak_ratio"], 3) for row in rows],
@@ -117,4 +128,6 @@ def _table(rows: Rows) -> tuple[str, Columns]:
         del columns["kernels"]
     if first["eager_ms"] is None:
         del columns["eager ms"], columns["eager ratio"]
+    if first["compile_mode"] is None:
+        del columns["compile s"], columns["cached s"], columns["compiled ms"], columns["compiled ratio"]
     return title, columns

@@ -323,6 +323,23 @@ def test_a_norm_that_runs_again(monkeypatch):
     assert_same(found, the_long_way(monkeypatch, step, model, x))
 
 
+def test_batches_with_as_many_values_but_other_groups(monkeypatch):
+    """3 examples of 4 × 10 and 4 of 5 × 6: every norm gets as many values, and the last group is another one."""
+    model, _ = small()
+    twin = copy.deepcopy(model)
+
+    def train(model):
+        torch.manual_seed(0)
+        for shape in ((3, 2, 4, 10), (4, 2, 5, 6), (3, 2, 4, 10)):
+            found = own_step(model, torch.randn(shape, device=DEVICE).to(memory_format=torch.channels_last))
+        return found
+
+    taken = count_short(monkeypatch)
+    found = train(model)
+    assert len(taken) == 9
+    assert_same(found, the_long_way(monkeypatch, train, twin))
+
+
 def test_a_failed_forward_tracks_what_ran(monkeypatch):
     class Stops(Small):
         def forward(self, x):

@@ -238,3 +238,32 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
     assert message in errors[0]
+
+
+def test_compiled_steps_are_timed_too(monkeypatch):
+    """The slow part of torch's compiler is left out here."""
+    compile, asked = torch.compile, []
+
+    def quick(model, *, dynamic=None, mode=None):
+        asked.append(mode)
+        return compile(model, backend="aot_eager", dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", quick)
+    setting = Setting(8, 2)
+    chosen = [Entry(BASELINE, Setting(8, 8)), Entry("bkn", setting), Entry("bkn", setting, "fused")]
+    rows = bench(CASE, chosen, 5, compile_mode="reduce-overhead")
+    assert [row["compile_mode"] for row in rows] == ["reduce-overhead"] * 3
+    assert all(row["compile_s"] > 0 and row["compile_cached_s"] > 0 and row["compiled_ms"] > 0 for row in rows)
+    assert rows[0]["compiled_ratio"] == 1 and rows[1]["compiled_ratio"] > 0
+    assert asked == [None, *["reduce-overhead"] * 9]
+
+
+def test_a_wrong_compiled_step_is_not_timed(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *x: 2 * model(*x) if x[0].dim() == 4 else x[0])
+    with pytest.raises(LabError, match=r"nn.BatchNorm .* its compiled loss is not that of a plain step"):
+        bench(CASE, [Entry(BASELINE, Setting(8, 8))], 5, compile_mode="default")
+
+
+def test_an_unknown_mode_of_the_compiler(capsys):
+    assert run([*SMALL[:1], "step", *SMALL[1:], "--compile-mode", "fast"]) != 0
+    assert "--compile-mode 'fast': choose default or reduce-overhead" in capsys.readouterr().err

@@ -92,6 +92,18 @@ def _check_compiled(contender: Contender) -> None:
     _close(str(contender.entry), "its loss is not that of the plain net", losses[1], losses[0], limit=LOSS)
 
 
+def check_compiled(contender: Contender) -> None:
+    """A compiled step must give the loss of the plain net."""
+    if contender.entry.method != NONE:
+        found = float(contender.step())
+        run, contender.run = contender.run, contender.model
+        try:
+            expected = float(contender.step())
+        finally:
+            contender.run = run
+        _close(str(contender.entry), "its compiled loss is not that of a plain step", found, expected, limit=LOSS)
+
+
 def check_replay(contender: Contender, ready: Timed) -> None:
     """A captured step must give the loss of an eager one."""
     if contender.entry.method != NONE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ class Contender:
     def __init__(self, case: Case, entry: Entry, model: nn.Module, images: Tensor, labels: Tensor) -> None:
         self.case, self.entry, self.model, self.images, self.labels = case, entry, model, images, labels
         run: Any = torch.compile(model, dynamic=False) if entry.way == "inductor" else model
-        self.run: nn.Module = run
+        self.run: Callable[..., Any] = run
         # With this learning rate a hundred steps on one batch change only the last digits.
         self.optimizer = optimizer_of(model, Recipe(learning_rate=1e-6))
 
@@ -155,6 +155,10 @@ class Contender:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
+
+    def timed(self) -> tuple[Tensor]:
+        """A step, in the form of `timing.Call`."""
+        return (self.step(),)
 
     def peak(self) -> int:
         """Call it after a step, when the optimizer state exists."""
