@@ -87,8 +87,8 @@ def test_parts_that_hand_on(monkeypatch):
     """What one bundle gives, the next is given; gradients that did not arrive count as zero."""
     monkeypatch.setattr(bundling, "TOGETHER", 2)
     found = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)
-    assert len(found) == 2 and found[1][0].given
-    (first, tensors), last = found
+    assert len(found) == 3 and found[2][0].given
+    (first, tensors), last = found[1:]  # before them, the norm without a prior
     assert len(first.results) > len(first.norms)
     compare(first, tensors, missing=[(0, 0)])
     compare(first, tensors, missing=[(0, 0), (0, 1)])
@@ -98,7 +98,7 @@ def test_parts_that_hand_on(monkeypatch):
 @torch.no_grad()
 def test_no_norm_returned_a_gradient(monkeypatch):
     monkeypatch.setattr(bundling, "TOGETHER", 2)
-    bundle, tensors = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)[0]
+    bundle, tensors = prepared(*CASES["residual chain, groups, depthwise"], monkeypatch)[1]
     _, at = arriving(bundle)
     asked = [bool(mask >> len(bundle.norms)) for mask in bundle.masks]
     _, grads = run(bundle, tensors, None, at, asked)
