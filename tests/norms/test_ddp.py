@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kalmannorm import BatchKalmanNorm2d, BatchRenorm2d, freeze_statistics, moments, set_inference
+from kalmannorm import BatchKalmanNorm2d, BatchRenorm2d, convert, freeze_statistics, moments, set_inference
 from support import two_ranks
 
 F64 = torch.float64
@@ -132,10 +133,40 @@ def compiled(rank):
     return results
 
 
+class Wide(nn.Module):
+    """Its convolutions are together larger than a bucket of DDP. Dynamo does not enter a bare `Sequential` in DDP."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (2, 96), (96, 96), (96, 96), (96, 96)
+        blocks = [(nn.Conv2d(*size, 3, padding=1), nn.BatchNorm2d(96), nn.ReLU()) for size in sizes]
+        self.layers = nn.Sequential(*(layer for block in blocks for layer in block))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def converted_and_compiled(rank):
+    """A converted model in DDP, without and with torch.compile, which divides its graph by DDP's buckets."""
+    results = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = convert(Wide().to(F64), random(0, 4), statistics_batch_size=2)
+        net = DistributedDataParallel(net, bucket_cap_mb=1)
+        counter = CompileCounterWithBackend("aot_eager")
+        run = torch.compile(net, backend=counter) if compile else net
+        for seed in (rank, 2 + rank):
+            grads = gradients(run, [random(seed, 4)])
+        results.append([*grads.values(), *net.buffers(), torch.tensor(counter.frame_count)])
+    return results
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     scenarios = {name: partial(wrapped, name=name) for name in NETS}
-    return two_ranks.run(tmp_path_factory.mktemp("ddp"), {**scenarios, "compiled": compiled})
+    return two_ranks.run(
+        tmp_path_factory.mktemp("ddp"), {**scenarios, "compiled": compiled, "converted": converted_and_compiled}
+    )
 
 
 def interleaved(seeds):
@@ -178,6 +209,14 @@ def test_synchronised_and_compiled(ranks):
     for rank in ranks:
         for expected, actual in zip(*rank["compiled"], strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_converted_and_compiled(ranks):
+    for rank in ranks:
+        (*expected, _), (*actual, graphs) = rank["converted"]
+        assert graphs > 1  # one for each bucket
+        for one, other in zip(expected, actual, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9)
 
 
 def bits(t):

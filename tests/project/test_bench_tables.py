@@ -54,6 +54,19 @@ def test_eager_steps_are_told_as_recorded():
     assert f"the same steps take {bn[1]}, {bkn[1]} and {fused[1]} ms" in page
 
 
+def test_compiled_steps_are_told_as_recorded():
+    rows = measured.read(measured.RECORDS / "steps-resnet18-h200.csv")
+    by = {" ".join(filter(None, (row["method"], row["way"]))): row for row in rows}
+    steps, cold, cached = (
+        [f"{float(by[method][column]):.1f}" for method in ("nn.BatchNorm", "bkn", "bkn fused")]
+        for column in ("compiled_ms", "compile_s", "compile_cached_s")
+    )
+    page = " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
+    assert "{} ms with BatchNorm, {} ms with BKN and {} ms with fused BKN. Compiling".format(*steps) in page
+    assert "takes {}, {} and {} s, and".format(*cold) in page
+    assert "and {}, {} and {} s if torch finds its kernels on disk".format(*cached) in page
+
+
 def test_loops_have_the_columns_of_their_record():
     rows = loops.measure("digits-net", 4, CPU, 1)
     assert [row["method"] for row in rows] == ["nn.BatchNorm", "bkn", "bkn fused"]
