@@ -134,6 +134,8 @@ class TrackedNorm(_NormBase):
 
         None if the device has none, or if the norm accumulates or is observed.
         """
+        if torch.compiler.is_compiling():
+            return None
         return tracking_for(rows) if self.tracks_by_itself(rows) and not transformed() else None
 
     def tracks_by_itself(self, rows: Tensor) -> bool:

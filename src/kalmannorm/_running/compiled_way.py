@@ -12,7 +12,7 @@ every norm takes the long way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,11 @@ from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
 
-if TYPE_CHECKING:
-    from kalmannorm._running.relay import Relay
-
 
 class CompiledPart(NamedTuple):
     """A bundle as compiled code reads it. `sources` are stored tensors, or the mean or variance of a step."""
 
-    number: int
+    number: str
     sources: tuple[tuple[dict[str, Any] | None, str, int, int], ...]
     calls: tuple[int, ...]
     steps: tuple[int, ...]
@@ -51,16 +48,16 @@ class CompiledModel(NamedTuple):
     bundles: tuple[CompiledBundle, ...]  # keeps them alive
 
 
-def place_of(model: int, device: str, wide: bool) -> int:
+def place_of(model: str, device: str, wide: bool) -> int:
     """Prepare the bundles of a model on a device. Returns their place in `Relay.compiled`, or -1: there are none."""
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if _exported():
         return -1
     relay: Any = tracking.find(model)
     place: int = relay.place_of_compiled(torch.device(device), torch.float64 if wide else torch.float32)
     return place
 
 
-def part_of(model: int, place: int, call: int) -> int:
+def part_of(model: str, place: int, call: int) -> int:
     """The place of the bundle that makes the rows for this call, or -1."""
     relay: Any = tracking.find(model)
     compiled: CompiledModel = relay.compiled[place]
@@ -69,14 +66,14 @@ def part_of(model: int, place: int, call: int) -> int:
     return usable[0] if usable and norm is not None and norm.has_usual_steps() else -1
 
 
-def part_with(model: int, place: int, step: int) -> int:
+def part_with(model: str, place: int, step: int) -> int:
     """The place of the bundle that computes a step, or -1."""
     relay: Any = tracking.find(model)
     compiled: CompiledModel = relay.compiled[place]
     return next((number for number, part in enumerate(compiled.parts) if step in part.steps), -1)
 
 
-def sizes_of(model: int, calls: tuple[int, ...]) -> tuple[int, ...]:
+def sizes_of(model: str, calls: tuple[int, ...]) -> tuple[int, ...]:
     """m of the norms with these calls, 0 for the whole batch, and -1 for one group.
 
     A norm reads its own m when it is traced, so that the guards of compiled code check it.
@@ -87,8 +84,17 @@ def sizes_of(model: int, calls: tuple[int, ...]) -> tuple[int, ...]:
     return tuple((norm.statistics_batch_size or 0) if train else -1 for norm, train in zip(norms, trains, strict=True))
 
 
+# `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler.
 for _constant in (place_of, part_of, part_with, sizes_of):
-    torch.compiler.assume_constant_result(_constant)  # type: ignore[no-untyped-call]
+    _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
+
+
+def _exported() -> bool:
+    """Whether the model is traced for `torch.export`, not for `torch.compile`."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    flag = getattr(torch.compiler, "_is_exporting_flag", False)  # torch 2.7 and later
+    return flag or bool(InstructionTranslator.current_tx().export)
 
 
 def prepared(bundles: PriorBundles, context: Context) -> CompiledModel:
@@ -121,7 +127,7 @@ def _holder(source: Source) -> dict[str, Any] | None:
 class CompiledForward:
     """One traced forward: results of bundles, and moments of norms that are still to be tracked."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Any) -> None:
         self.relay = relay
         self.rows: dict[Any, Tensor] = {}
         self.results: dict[Any, dict[int, Any]] = {}

@@ -268,7 +268,8 @@ class Relay:
     def begin_compiled(self) -> None:
         """The first norm runs under `torch.compile`. From here on, results are shared within the graph."""
         self.state.traced = {}
-        self.state.compiled = CompiledForward(self) if self.state.whole else None
+        traced = self.state.whole and torch.compiler.is_dynamo_compiling()
+        self.state.compiled = CompiledForward(self) if traced else None
 
     def end_compiled(self) -> None:
         """The last norm has run under `torch.compile`.

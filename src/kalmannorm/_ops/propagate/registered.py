@@ -31,7 +31,7 @@ class CompiledBundle:
 
     def __init__(self, bundle: Bundle, run: ModuleType, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
         self.bundle, self.run, self.dtype, self.device = bundle, run, dtype, tensors[0].device
-        self.number = next(_NUMBERS)
+        self.number = str(next(_NUMBERS))  # a compiler may treat integers as variables
         wanted = [True] * len(tensors)
         # One forward shows which tensors it saves for the backward. It also builds the kernels.
         with torch.no_grad(), full_precision(self.device), on_device_of(tensors[0]):
@@ -53,10 +53,10 @@ class CompiledBundle:
         return self.last[1]
 
 
-_KNOWN: weakref.WeakValueDictionary[int, CompiledBundle] = weakref.WeakValueDictionary()
+_KNOWN: weakref.WeakValueDictionary[str, CompiledBundle] = weakref.WeakValueDictionary()
 
 
-def find(number: int) -> CompiledBundle:
+def find(number: str) -> CompiledBundle:
     known = _KNOWN.get(number)
     if known is None:
         raise RuntimeError(
@@ -65,7 +65,7 @@ def find(number: int) -> CompiledBundle:
     return known
 
 
-def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
     """The rows of the norms (5, G, C), means and variances of other results, and tensors for the backward."""
     known = find(number)
     gradients = True in wanted
@@ -83,7 +83,7 @@ def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], numbe
     return [*spread, *means, *variances, *(made.saved if gradients else ())]
 
 
-def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
     known, like = find(number), tensors[0]
     bundle = known.bundle
     rows = [
@@ -97,7 +97,7 @@ def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], 
 
 def _backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
-    number: int,
+    number: str,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of the tensors where `asked` is true."""
     known = find(number)
@@ -129,14 +129,14 @@ def _laid_out(gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> list
 
 def _fake_backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
-    number: int,
+    number: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(tensor) for tensor, wants in zip(tensors, asked, strict=True) if wants]
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, groups: list[int], wanted: list[bool], number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, groups: list[int], wanted: list[bool], number: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         found = below_autograd("bundle_rows", list(tensors), groups, wanted, number)
         bundle = find(number).bundle
         ctx.set_materialize_grads(False)
@@ -160,17 +160,17 @@ class _Node(torch.autograd.Function):
         return None, None, None, *[next(found) if wants else None for wants in asked]
 
 
-def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
     return list(_Node.apply(groups, wanted, number, *tensors))  # type: ignore[no-untyped-call]
 
 
-_SCHEMA = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, int bundle) -> Tensor[]"
+_SCHEMA = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, str bundle) -> Tensor[]"
 register_differentiable("bundle_rows", _SCHEMA, _forward, _fake_forward, _apply)
-_SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, int bundle) -> Tensor[]"
+_SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, str bundle) -> Tensor[]"
 register("bundle_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
-def bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: int) -> list[Tensor]:
+def bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
     """See the op. `wanted` says which tensors need a gradient."""
     found: list[Tensor] = torch.ops.kalmannorm.bundle_rows(tensors, groups, wanted, number)
     return found

@@ -26,17 +26,17 @@ class Tracker(Protocol):
 
 
 _NUMBERS = itertools.count()
-_KNOWN: weakref.WeakValueDictionary[int, Tracker] = weakref.WeakValueDictionary()
+_KNOWN: weakref.WeakValueDictionary[str, Tracker] = weakref.WeakValueDictionary()
 
 
-def number_of(tracker: Tracker) -> int:
-    """A number for a model in compiled graphs."""
-    number = next(_NUMBERS)
+def number_of(tracker: Tracker) -> str:
+    """A number for a model in compiled graphs, as a string: a compiler may treat integers as variables."""
+    number = str(next(_NUMBERS))
     _KNOWN[number] = tracker
     return number
 
 
-def find(number: int) -> Tracker:
+def find(number: str) -> Tracker:
     known = _KNOWN.get(number)
     if known is None:
         raise RuntimeError(
@@ -46,25 +46,25 @@ def find(number: int) -> Tracker:
 
 
 def _track(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
 ) -> None:
     find(model).track_norms(moments, norms, values, examples)
 
 
 def _fake(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
 ) -> None:
     return None
 
 
-_SCHEMA = "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, int model) -> ()"
+_SCHEMA = "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, str model) -> ()"
 # A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
 _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
 register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
 def track(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: int
+    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
 ) -> None:
     """See the op."""
     torch.ops.kalmannorm.track(ticket, moments, norms, values, examples, model)
