@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kalmannorm import accumulate_statistics, fuse
@@ -163,6 +164,27 @@ def test_a_norm_runs_twice():
 
     model.__class__ = Twice
     assert_equals_eager(model, [x, -x])
+
+
+def test_a_norm_that_runs_twice_in_the_example():
+    """It takes the long way. Its other neighbours do not."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv0, self.norm0 = nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)
+            self.conv1, self.norm1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.conv2, self.norm2 = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            for _ in range(2):
+                x = self.norm1(self.conv1(x)).relu()
+            return self.norm2(self.conv2(x))
+
+    model, x = doubled((converted(Shared(), (4, 2, 5, 5)).to(DEVICE), torch.randn(4, 2, 5, 5, device=DEVICE)))
+    counter = assert_equals_eager(model, [x, -x])
+    assert count(counter, NORM) == [2]
 
 
 def test_a_whole_step_is_compiled():

@@ -229,7 +229,7 @@ def track_norms(
     values: Sequence[int],
     examples: Sequence[int],
 ) -> None:
-    """What the op `kalmannorm::track` does. `norms` by their first calls."""
+    """What the op `kalmannorm::track` does. `norms` by their calls."""
     shapes = [tuple(each.shape[1:]) for each in moments]
 
     def updates() -> list[Update]:

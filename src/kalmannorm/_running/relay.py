@@ -65,7 +65,7 @@ class Relay:
         self.compiled: list[CompiledModel] = []  # for each device and dtype
         self.compiled_for: dict[Any, tuple[int, list[Any]]] = {}  # their places, and the steps they were made from
         self.compiled_tables: dict[Any, Any] = {}
-        self.norms = {norm.calls[0].identity: norm.module for norm in self.plan.norms.values() if norm.calls}
+        self.norms = {call.identity: norm.module for norm in self.plan.norms.values() for call in norm.calls}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
