@@ -110,21 +110,13 @@ def _ready(bundle: Bundle, device: torch.device) -> _Ready:
                 ],
                 [_where(result, device) for result in bundle.results],
                 torch.cat([*bundle.results[: len(bundle.norms)], torch.zeros(0, dtype=torch.long)]).to(device),
-                _logits(bundle).to(device),
+                bundle.logit_places.to(device),
                 affine_places(bundle).to(device),
                 device,
                 {},
             )
     ready: _Ready = bundle.tables["aten", device]
     return ready
-
-
-def _logits(bundle: Bundle) -> Tensor:
-    places, start = [torch.zeros(0, dtype=torch.long)], 0
-    for norm in bundle.norms:
-        places.append((start + torch.arange(norm.logits)).expand(norm.channels))
-        start += norm.logits
-    return torch.cat(places)
 
 
 def affine_places(bundle: Bundle) -> Tensor:

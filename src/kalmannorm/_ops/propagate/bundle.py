@@ -23,6 +23,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kalmannorm.moments.windows import Axis
@@ -142,6 +143,15 @@ class Bundle:
     def widths(self) -> list[int]:
         """The number of channels of each norm."""
         return [norm.channels for norm in self.norms]
+
+    @functools.cached_property
+    def logit_places(self) -> Tensor:
+        """For each channel of each norm: the position of its logit among all logits."""
+        places, start = [torch.zeros(0, dtype=torch.long)], 0
+        for norm in self.norms:
+            places.append((start + torch.arange(norm.logits)).expand(norm.channels))
+            start += norm.logits
+        return torch.cat(places)
 
     @functools.cached_property
     def channels(self) -> int:

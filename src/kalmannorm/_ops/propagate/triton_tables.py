@@ -157,7 +157,8 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         results[bundle.channels :].to(device),
         _small(bundle),
         *_places(_small(bundle), device),
-        *_gains(bundle.norms, device),
+        _gains(bundle.norms, device),
+        _integers(bundle.logit_places, device),
         _integers(affine_places(bundle), device),
         layers,
         rows,
@@ -184,13 +185,12 @@ def _places(small: Sequence[Small], device: torch.device) -> tuple[Tensor, Tenso
     return _integers(torch.cat([none, *owners]), device), _integers(torch.cat([none, *offsets]), device)
 
 
-def _gains(norms: Sequence[Norm], device: torch.device) -> tuple[Tensor, Tensor]:
-    table, places, logit, channel = [], [torch.zeros(0)], 0, 0
+def _gains(norms: Sequence[Norm], device: torch.device) -> Tensor:
+    table, logit, channel = [], 0, 0
     for norm in norms:
         table.append([logit, norm.logits, channel, norm.channels])
-        places.append((logit + torch.arange(norm.logits)).expand(norm.channels))
         logit, channel = logit + norm.logits, channel + norm.channels
-    return _integers(torch.tensor(table), device), _integers(torch.cat(places), device)
+    return _integers(torch.tensor(table), device)
 
 
 def _integers(values: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,6 @@ are those of `averages.py`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from kalmannorm._groups import group_sizes
 from kalmannorm._ops.track.averages import Groups, hastened, updated, values_seen
-from kalmannorm._ops.track.request import BUFFERS, TrackingRequest
+from kalmannorm._ops.track.request import TrackingRequest, unchanged
 from kalmannorm.moments import Moments
 
 
@@ -23,9 +22,7 @@ class Together:
     """As `triton_many.Together`."""
 
     def __init__(self, requests: Sequence[TrackingRequest], starts: Sequence[int]) -> None:
-        self.slots = [
-            buffer for each in requests for buffer in (*each.running, *(each.observed or (None, None)), *each.counts)
-        ]
+        self.slots = [buffer for each in requests for buffer in each.slots()]
         alike: dict[Any, list[int]] = {}
         for number, each in enumerate(requests):
             rates = each.kind, each.momentum, each.observation_momentum, each.observed is None
@@ -38,7 +35,7 @@ class Together:
 
     def applies(self, owners: Sequence[dict[str, Any]]) -> bool:
         """Whether the norms with these buffers still have the same ones."""
-        return all(map(operator.is_, [own[name] for own in owners for name in BUFFERS], self.slots))
+        return unchanged(owners, self.slots)
 
     def captured(self) -> bool:
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -48,3 +50,12 @@ class TrackingRequest(NamedTuple):
     def buffers(self) -> list[Tensor]:
         """The buffers to update: averages (C,) in the order of `rows`, then the counts."""
         return [*self.running, *(self.observed or ()), *self.counts]
+
+    def slots(self) -> list[Tensor | None]:
+        """The buffers in the order of `BUFFERS`, with None for observed statistics that the norm does not have."""
+        return [*self.running, *(self.observed or (None, None)), *self.counts]
+
+
+def unchanged(owners: Sequence[dict[str, Any]], slots: Sequence[Tensor | None]) -> bool:
+    """Whether the norms with these buffers still have those of `slots`."""
+    return all(map(operator.is_, [own[name] for own in owners for name in BUFFERS], slots))

@@ -7,7 +7,6 @@ may be uploaded. Norms without a table are then updated one by one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
-from kalmannorm._ops.track.request import BUFFERS, TrackingRequest
+from kalmannorm._ops.track.request import TrackingRequest, unchanged
 from kalmannorm._ops.track.triton_one import KINDS, track, track_block
 from kalmannorm._ops.triton_launching import ready
 from kalmannorm._ops.triton_shared import await_previous
@@ -148,10 +147,7 @@ class Together:
 
     def __init__(self, requests: Sequence[TrackingRequest], starts: Sequence[int]) -> None:
         self.buffers = [buffer for request in requests for buffer in request.buffers()]
-        # The same, with None for the observed statistics that a norm does not have.
-        self.slots = [
-            buffer for each in requests for buffer in (*each.running, *(each.observed or (None, None)), *each.counts)
-        ]
+        self.slots = [buffer for each in requests for buffer in each.slots()]
         self.addresses = [buffer.data_ptr() for buffer in self.buffers]
         alike: dict[Any, tuple[list[TrackingRequest], list[int]]] = {}
         for request, start in zip(requests, starts, strict=True):
@@ -174,10 +170,7 @@ class Together:
 
     def applies(self, owners: Sequence[dict[str, Any]]) -> bool:
         """Whether the norms with these buffers still have the same ones, and at the same addresses."""
-        now = [own[name] for own in owners for name in BUFFERS]
-        if not all(map(operator.is_, now, self.slots)):
-            return False
-        return list(map(Tensor.data_ptr, self.buffers)) == self.addresses
+        return unchanged(owners, self.slots) and list(map(Tensor.data_ptr, self.buffers)) == self.addresses
 
     def captured(self) -> bool:
         return any(table.captured for table in self.tables)
