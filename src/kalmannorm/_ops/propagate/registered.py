@@ -6,8 +6,6 @@ graph that torch finds in its cache on disk has the numbers of the process that 
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -16,14 +14,13 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.dispatch import on_device_of
-from kalmannorm._ops.library import below_autograd, register, register_differentiable
+from kalmannorm._ops.library import Names, below_autograd, register, register_differentiable
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
 from kalmannorm.moments.core import full_precision
 
 ALIGNED = 16
-_NUMBERS = itertools.count()
 
 
 class CompiledBundle:
@@ -31,7 +28,6 @@ class CompiledBundle:
 
     def __init__(self, bundle: Bundle, run: ModuleType, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
         self.bundle, self.run, self.dtype, self.device = bundle, run, dtype, tensors[0].device
-        self.number = str(next(_NUMBERS))  # a compiler may treat integers as variables
         wanted = [True] * len(tensors)
         # One forward shows which tensors it saves for the backward. It also builds the kernels.
         with torch.no_grad(), full_precision(self.device), on_device_of(tensors[0]):
@@ -39,7 +35,7 @@ class CompiledBundle:
         self.saved = [(tuple(tensor.shape), tensor.dtype) for tensor in made.saved]
         self.state = made.state if run is aten else None  # it depends on the tensors if kernels run
         self.last: tuple[Any, Any] | None = None
-        _KNOWN[self.number] = self
+        self.number = _BUNDLES.add(self)
 
     def others(self) -> int:
         """The number of results that are not rows of norms."""
@@ -53,16 +49,8 @@ class CompiledBundle:
         return self.last[1]
 
 
-_KNOWN: weakref.WeakValueDictionary[str, CompiledBundle] = weakref.WeakValueDictionary()
-
-
-def find(number: str) -> CompiledBundle:
-    known = _KNOWN.get(number)
-    if known is None:
-        raise RuntimeError(
-            "kalmannorm: this compiled code belongs to a model that was deleted; compile the model again"
-        )
-    return known
+_BUNDLES: Names[CompiledBundle] = Names()
+find = _BUNDLES.find
 
 
 def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:

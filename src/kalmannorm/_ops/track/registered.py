@@ -1,21 +1,19 @@
 """The update of running statistics as a registered op, for compiled models: `kalmannorm::track`.
 
-A compiled graph holds the number of a model, and norms by number. The op asks `Trackers` for the model, which finds the
-buffers of its norms. So the statistics are no inputs of the graph, and no guard has to check them. The op says that it
-changes `ticket`, although it does not: otherwise a compiler would remove an op without results.
+A compiled graph holds the name of a model, and norms by number. The op finds the model, and the model finds the buffers
+of its norms. So the statistics are no inputs of the graph, and no guard has to check them. The op says that it changes
+`ticket`, although it does not: otherwise a compiler would remove an op without results.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kalmannorm._ops.library import register
+from kalmannorm._ops.library import Names, register
 
 
 class Tracker(Protocol):
@@ -25,24 +23,8 @@ class Tracker(Protocol):
         """Update the statistics of these norms. `moments` are (4, G, C); `values` per channel of x; `examples` of x."""
 
 
-_NUMBERS = itertools.count()
-_KNOWN: weakref.WeakValueDictionary[str, Tracker] = weakref.WeakValueDictionary()
-
-
-def number_of(tracker: Tracker) -> str:
-    """A number for a model in compiled graphs, as a string: a compiler may treat integers as variables."""
-    number = str(next(_NUMBERS))
-    _KNOWN[number] = tracker
-    return number
-
-
-def find(number: str) -> Tracker:
-    known = _KNOWN.get(number)
-    if known is None:
-        raise RuntimeError(
-            "kalmannorm: this compiled code belongs to a model that was deleted; compile the model again"
-        )
-    return known
+_MODELS: Names[Tracker] = Names()
+number_of, find = _MODELS.add, _MODELS.find
 
 
 def _track(
