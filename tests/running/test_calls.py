@@ -112,8 +112,8 @@ def nodes_of(model, x):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_nodes_of_compiled_resnet18(fused):
-    """It was 2,800 nodes, and 89 with BatchNorm."""
+    """It was 2,800 nodes, and 89 with BatchNorm, whose counters are nodes too."""
     x = torch.randn(4, 3, 32, 32)
     batchnorm = torchvision.models.resnet18(num_classes=10)
     model = convert(batchnorm, x, statistics_batch_size=2)
-    assert nodes_of(fuse(model, x) if fused else model, x) <= 1.3 * nodes_of(batchnorm, x)
+    assert nodes_of(fuse(model, x) if fused else model, x) < nodes_of(batchnorm, x)

@@ -16,7 +16,7 @@ from kalmannorm._ops.propagate import registered as bundles
 from kalmannorm._ops.track import registered as tracking
 from support.bundled_nets import IMAGE, Blocks, Branches, converted
 from support.poisoned import DEVICE
-from support.short_way_cases import CHANGES, assert_same, own_step, small
+from support.short_way_cases import CHANGES, assert_same, own_step, second_order, small
 from support.wide import narrow
 
 NORM, ROWS, TRACK = (
@@ -243,15 +243,7 @@ def test_statistics_that_accumulate():
 
 def test_second_derivatives_without_a_compiler():
     """The backend `eager` runs the registered ops, whose gradients can be differentiated again."""
-    model, x = small()
-    model, x = model.double(), x.double()
-
-    def second_order(model, x):
-        x = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
-
+    model, x = doubled(small())
     assert_equals_eager(model, [x], "eager", second_order)
 
 

@@ -204,7 +204,7 @@ class CompiledForward:
         place = self.place_of(x)
         if place < 0:
             return False
-        if call in self.untracked:  # the norm runs again: its first update comes before
+        if call in self.untracked or place != self.place:  # the norm runs again, or on another device
             self.track()
         self.place = place
         self.untracked[call] = moments, x.numel() // x.shape[1], x.shape[0]
