@@ -74,6 +74,7 @@ def _outcome(training: Training) -> dict[str, Any]:
         "form": vars(run.form),
         "held_out": training.score(),
         "loss": round(loss, 4) if math.isfinite(loss) else None,
+        "curve": training.curve(),
     }
 
 

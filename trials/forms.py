@@ -38,7 +38,11 @@ class Form:
     gain: float | None = None
     """For `kalman`: the initial value of the learned gain."""
     closing: bool = False
-    """For `kalman` and `ghost`: correct towards running statistics in the second half of training, as Batch Renorm."""
+    """For `kalman` and `ghost`: correct towards running statistics late in training, as Batch Renorm."""
+    close: tuple[float, float] = (0.5, 0.8)
+    """For `closing`: the shares of training between which the correction rises from none to all."""
+    means: Literal["own", "average"] = "own"
+    """For `closing`: the backward's means of g and g x̂ are those of the group, or they become moving averages."""
     alpha: float = 0.1
     """For `time`: momentum of the moving moments, per step."""
     gradient_alpha: float | None = None
@@ -163,13 +167,14 @@ class Time:
                 setattr(cell, name, parts[name][number])
             self.cells.append(cell)
             norm.time_cell = cell  # type: ignore[assignment]
-            norm._normalize = types.MethodType(_timed if form.kind == "time" else _closing, norm)  # type: ignore[method-assign]
+            closing = _closing if form.means == "own" else _closing_on_averages
+            norm._normalize = types.MethodType(_timed if form.kind == "time" else closing, norm)  # type: ignore[method-assign]
             if form.kind == "time":
                 norm._track_batch = types.MethodType(_untracked, norm)  # type: ignore[method-assign]
 
     def schedule(self, share: float) -> float:
         """λ at this share of the training."""
-        start, end = self.form.ramp if self.form.kind == "time" else (0.5, 0.8)
+        start, end = self.form.ramp if self.form.kind == "time" else self.form.close
         return self.form.top * min(max((share - start) / (end - start), 0.0), 1.0)
 
     @torch.no_grad()
@@ -178,7 +183,7 @@ class Time:
 
         `rate` is the learning rate relative to the first one.
         """
-        if self.form.kind != "time":
+        if self.form.kind != "time" and self.form.means == "own":
             return
         cells, rows = self.cells, self.rows
         start = 1 / (self.counted + 1)
@@ -186,6 +191,13 @@ class Time:
         torch.maximum(self.form.alpha * falling, start, out=self.alpha)
         torch.maximum((self.form.gradient_alpha or self.form.alpha) * falling, start, out=self.gradient_alpha)
         self.counted += 1
+        counts = [cell.values for cell in cells]
+        a = torch.cat([cell.d_bias / count for cell, count in zip(cells, counts, strict=True)])
+        c = torch.cat([cell.d_weight / count for cell, count in zip(cells, counts, strict=True)])
+        if self.form.kind != "time":
+            rows["a"].lerp_(a, self.gradient_alpha)
+            rows["c"].lerp_(c, self.gradient_alpha)
+            return
         seen = torch.cat([cell.observation.mean for cell in cells], 1)
         mean = seen.mean(0)
         var = torch.cat([cell.observation.var for cell in cells], 1).mean(0) + seen.var(0, unbiased=False)
@@ -193,9 +205,6 @@ class Time:
         off = mean - rows["mu"]
         rows["var"].lerp_(var, alpha).add_(alpha * (1 - alpha) * off.square())
         rows["mu"].add_(alpha * off)
-        counts = [cell.values for cell in cells]
-        a = torch.cat([cell.d_bias / count for cell, count in zip(cells, counts, strict=True)])
-        c = torch.cat([cell.d_weight / count for cell, count in zip(cells, counts, strict=True)])
         if self.form.backward == "feedback":  # the part that was subtracted is the part that the batch really had
             power, tilt = (torch.cat([getattr(cell, name) for cell in cells]) for name in ("power", "tilt"))
             a = a - tilt * rows["c"]
@@ -277,3 +286,75 @@ def _closing(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: A
         d = lam * ((posterior.mean - self.running_mean) / sigma).clamp(-5, 5)
     weight, bias = self.weight * r, self.weight * d + self.bias
     return normalize(x, prior, gain, weight, bias, statistics_batch_size=size, eps=self.eps)
+
+
+class Corrected(torch.autograd.Function):
+    """γ (r x̂ + d) + β, where x̂ is normalized by the group's posterior, and r and d are constants.
+
+    The backward needs the means of g and of g x̂ over all values that share a posterior. They are the group's own by
+    1 - λ, and the moving averages ā and c̄ by λ. At λ = 1 the backward does not depend on the group.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, prior_mean: Tensor, prior_var: Tensor, gain: Tensor, weight: Tensor, bias: Tensor,
+        given: tuple[Moments, Moments, Tensor, Tensor, Tensor, Memory],
+    ) -> Tensor:  # fmt: skip
+        posterior, seen, rho, r, d, cell = given
+        ctx.cell, ctx.prior = cell, (prior_mean.shape, gain.shape)
+        scale = weight * r * rho
+        kept = *posterior[:2], *seen[:2], rho, r, d
+        ctx.save_for_backward(x, prior_mean, prior_var, gain, weight, *kept)
+        shift = bias + weight * d - posterior.mean * scale
+        grouped = x.unflatten(0, (len(rho), -1))
+        y = torch.addcmul(_spread(shift), grouped.float(), _spread(scale))
+        return y.to(x.dtype).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, prior_mean, prior_var, gain, weight, mean, _, seen_mean, seen_var, rho, r, d = ctx.saved_tensors
+        cell = ctx.cell
+        lam = cell.time.lam
+        g = grad.unflatten(0, (len(rho), -1)).float()
+        centred = x.unflatten(0, (len(rho), -1)).float() - _spread(mean)
+        corrected = centred * _spread(r * rho) + _spread(d)
+        count = g.numel() // (len(rho) * g.shape[2])
+        a = g.mean((1, 3, 4))
+        c = (g * corrected).mean((1, 3, 4))
+        cell.values = count * len(rho)
+        cell.d_bias, cell.d_weight = a.sum(0) * count, c.sum(0) * count
+        step = r * rho
+        d_mean = -weight * step * count * torch.lerp(a, cell.a.expand_as(a), lam)
+        own, average = rho.square() * (c - d * a), step.square() * cell.c
+        d_var = -0.5 * weight * count * torch.lerp(own, average, lam)
+        p, off = 1 - gain, seen_mean - prior_mean
+        at_mean = gain * d_mean + 2 * gain * p * off * d_var
+        at_var = gain * d_var
+        d_gain = d_mean * off + d_var * (seen_var - prior_var + (1 - 2 * gain) * off.square())
+        dx = g * _spread(weight * step) + _spread(at_mean / count)
+        dx = dx + (centred + _spread(mean - seen_mean)) * _spread(2 / count * at_var)
+        d_prior = p * d_mean - 2 * gain * p * off * d_var, p * d_var
+        priors = [each.sum_to_size(ctx.prior[0]) for each in d_prior]
+        dx = dx.to(x.dtype).flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        return dx, *priors, d_gain.sum_to_size(ctx.prior[1]), cell.d_weight, cell.d_bias, None
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """Rows (G, C) for values (G, m, C, H, W)."""
+    return rows[:, None, :, None, None]
+
+
+def _closing_on_averages(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
+    """As `_closing`, with the backward of `Corrected`."""
+    lam, size = self.time_cell.time.lam, self.time_cell.time.form.m
+    with torch.no_grad():
+        _, posterior, seen = normalize(x, prior, gain, None, None, statistics_batch_size=size, eps=self.eps)
+        sigma = (self.running_var + self.eps).sqrt()
+        rho = (posterior.var + self.eps).rsqrt()
+        r = (1 / (rho * sigma)).clamp(1 / 3, 3) ** lam
+        d = lam * ((posterior.mean - self.running_mean) / sigma).clamp(-5, 5)
+    if prior is None:
+        prior, gain = Moments(torch.zeros_like(seen.mean[:1]), torch.ones_like(seen.mean[:1])), torch.ones_like(r[:1])
+    given = posterior, seen, rho, r, d, self.time_cell
+    y = Corrected.apply(x, prior.mean, prior.var, gain, self.weight, self.bias, given)  # type: ignore[no-untyped-call]
+    return y, posterior, seen

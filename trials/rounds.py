@@ -62,10 +62,28 @@ THIRD = [
     Form(kind="kalman", m=1, gain=0.1, closing=True),
 ]
 
+# The closing phase with a backward on moving averages: when it begins, and how it compares with batch norm on groups.
+CLOSING = {m: Form(kind="kalman", m=m, closing=True, means="average") for m in (1, 2)}
+FOURTH = [
+    CLOSING[2],
+    CLOSING[1],
+    dataclasses.replace(CLOSING[1], close=(0.3, 0.6)),
+    dataclasses.replace(CLOSING[1], close=(0.05, 0.35)),
+    dataclasses.replace(CLOSING[2], close=(0.05, 0.35)),
+    Form(kind="ghost", m=2, closing=True, means="average", close=(0.05, 0.35)),
+    Form(kind="ghost", m=1, closing=True, means="average", close=(0.05, 0.35)),
+    Form(kind="kalman", m=1, closing=True, close=(0.05, 0.35)),
+    Form(kind="kalman", m=2, closing=True, close=(0.05, 0.35)),
+    Form(kind="ghost", m=2, closing=True),
+    Form(kind="ghost", m=2, closing=True, means="average"),
+    Form(kind="ghost", m=4, closing=True),
+]
+
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
     "second": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "tiny100") for run in SECOND],
     "third": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in THIRD]
     + [Run(cell, Form(kind="kalman", m=1, closing=True), seed=1) for cell in ("cifar10", "tiny100")],
+    "fourth": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FOURTH],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

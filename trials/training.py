@@ -21,6 +21,8 @@ from trials.cells import BATCH, Cell, Data
 from trials.forms import Form
 
 MOMENTUM = 0.9
+CURVE = 30
+"""Points of a recorded curve."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,12 @@ class Training:
     def loss(self) -> float:
         """Mean loss of the last hundred steps. NaN once the training has diverged."""
         return float(self.losses[max(self.done - 100, 0) : self.done].mean())
+
+    def curve(self) -> list[float | None]:
+        """Mean losses of equal shares of the training, None where a loss is not finite."""
+        parts = self.losses[: self.done].tensor_split(CURVE)
+        means = [float(part.mean()) for part in parts if part.numel()]
+        return [round(mean, 3) if math.isfinite(mean) else None for mean in means]
 
 
 def _format(parameter: nn.Parameter) -> torch.memory_format:
