@@ -307,8 +307,9 @@ class Corrected(torch.autograd.Function):
         ctx.save_for_backward(x, prior_mean, prior_var, gain, weight, *kept)
         shift = bias + weight * d - posterior.mean * scale
         grouped = x.unflatten(0, (len(rho), -1))
-        y = torch.addcmul(_spread(shift), grouped.float(), _spread(scale))
-        return y.to(x.dtype).flatten(0, 1)
+        y = torch.empty_like(x)  # not a view, because an in-place activation could not write into it
+        y.unflatten(0, (len(rho), -1)).copy_(torch.addcmul(_spread(shift), grouped.float(), _spread(scale)))
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
