@@ -75,6 +75,7 @@ def _outcome(training: Training) -> dict[str, Any]:
         "held_out": training.score(),
         "loss": round(loss, 4) if math.isfinite(loss) else None,
         "curve": training.curve(),
+        "weights": training.weights(),
     }
 
 

@@ -65,6 +65,7 @@ THIRD = [
 # The closing phase with a backward on moving averages: when it begins, and how it compares with batch norm on groups.
 CLOSING = {m: Form(kind="kalman", m=m, closing=True, means="average") for m in (1, 2)}
 FOURTH = [
+    BATCH,
     CLOSING[2],
     CLOSING[1],
     dataclasses.replace(CLOSING[1], close=(0.3, 0.6)),
@@ -72,11 +73,13 @@ FOURTH = [
     dataclasses.replace(CLOSING[2], close=(0.05, 0.35)),
     Form(kind="ghost", m=2, closing=True, means="average", close=(0.05, 0.35)),
     Form(kind="ghost", m=1, closing=True, means="average", close=(0.05, 0.35)),
-    Form(kind="kalman", m=1, closing=True, close=(0.05, 0.35)),
-    Form(kind="kalman", m=2, closing=True, close=(0.05, 0.35)),
-    Form(kind="ghost", m=2, closing=True),
     Form(kind="ghost", m=2, closing=True, means="average"),
     Form(kind="ghost", m=4, closing=True),
+    Form(kind="kalman"),
+    Form(kind="kalman", m=2, closing=True),
+    Form(kind="ghost", m=2, closing=True),
+    Form(kind="kalman", m=1, closing=True, close=(0.05, 0.35)),
+    Form(kind="kalman", m=2, closing=True, close=(0.05, 0.35)),
 ]
 
 ROUNDS = {

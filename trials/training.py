@@ -168,6 +168,13 @@ class Training:
         """Mean loss of the last hundred steps. NaN once the training has diverged."""
         return float(self.losses[max(self.done - 100, 0) : self.done].mean())
 
+    @torch.no_grad()
+    def weights(self) -> float:
+        """How long filters are: log2 of the root mean square length of a layer's filters, averaged over layers."""
+        kernels = [module.weight for module in self.model.modules() if isinstance(module, nn.Conv2d)]
+        lengths = [kernel.flatten(1).norm(dim=1).square().mean().sqrt() for kernel in kernels]
+        return round(float(torch.stack(lengths).log2().mean()), 3)
+
     def curve(self) -> list[float | None]:
         """Mean losses of equal shares of the training, None where a loss is not finite."""
         parts = self.losses[: self.done].tensor_split(CURVE)
