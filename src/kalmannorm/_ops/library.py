@@ -1,7 +1,7 @@
 """Registers ops in torch so that compiled code calls them at little cost.
 
-A differentiable op is two ops with one implementation. Users call the first, whose autograd kernel calls the second
-below autograd. So the graph of a compiler contains the second, for which no autograd kernel runs.
+A differentiable op is two ops. Users call the first, whose autograd kernel calls the second below autograd. So the
+graph of a compiler contains the second, for which no autograd kernel runs.
 """
 
 from __future__ import annotations
@@ -51,11 +51,23 @@ def register(
     torch.library.register_fake(f"kalmannorm::{name}", fake, lib=LIBRARY)
 
 
+Implementation = tuple[Callable[..., Any], Callable[..., Any]]
+"""An op: what runs, and a fake that computes shapes and layouts only."""
+
+
 def register_differentiable(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], apply: Callable[..., Any]
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    apply: Callable[..., Any],
+    below: Implementation | None = None,
 ) -> None:
-    """The ops `name` and `name_forward`. `apply` applies an autograd function, whose forward calls `below_autograd`."""
-    register(f"{name}_forward", schema, run, fake)
+    """The ops `name` and `name_forward`. `apply` applies an autograd function, whose forward calls `below_autograd`.
+
+    `below` is the op `name_forward` if it differs from `name`.
+    """
+    register(f"{name}_forward", schema, *(below or (run, fake)))
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, apply, "Autograd")

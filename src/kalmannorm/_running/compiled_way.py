@@ -1,9 +1,11 @@
 """The way through a training step that `torch.compile` traces: registered ops instead of many small ones.
 
-The rows of a bundle are one op, a norm is one op, and the updates of running statistics are one op when the last norm
-has run. What decides between this way and the long one is read from the norm while it is traced, so that compiled code
-is checked by its guards. `place_of` prepares the bundles while a model is traced. Its result is a constant of the
-graph.
+The rows of a bundle are one op, a norm is one op, and the updates of running statistics are one op when the forward
+ends. The hooks of a compiled model are no part of its graph. So the graph returns the moments of all norms as one
+tensor, and a CUDA graph of it contains no update.
+
+What decides between this way and the long one is read from the norm while it is traced, so that compiled code is
+checked by its guards. `place_of` prepares the bundles while a model is traced. Its result is a constant of the graph.
 
 If the first norm of the model was not traced, as in a model that is compiled block by block, nothing is shared, and
 every norm takes the long way.
@@ -28,6 +30,9 @@ from kalmannorm._support.checks import check_enough_values
 from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
+
+Left = tuple[Tensor, Tensor, list[int], list[int], list[int], list[int]]
+"""Updates of statistics that are still to be made: arguments of `kalmannorm::track`."""
 
 
 class CompiledPart(NamedTuple):
@@ -131,7 +136,7 @@ class CompiledForward:
         self.relay = relay
         self.rows: dict[Any, Tensor] = {}
         self.results: dict[Any, dict[int, Any]] = {}
-        self.untracked: dict[int, tuple[Tensor, int, int]] = {}
+        self.untracked: dict[int, tuple[Tensor, int, int, int]] = {}
         self.place = -1
 
     def place_of(self, x: Tensor) -> int:
@@ -159,7 +164,7 @@ class CompiledForward:
             check_enough_values(x, norm.statistics_batch_size)
         y, moments = normalize_rows(x, rows, residual, norm.statistics_batch_size or 0, norm.eps, relu)
         if norm.track_running_stats:
-            self.postpone(norm.wire.calls[0], moments, x)
+            self.postpone(norm.wire.calls[0], moments, rows.shape[1], x)
         finished: Tensor = norm._finish(y, residual is not None or relu)
         return finished
 
@@ -199,45 +204,56 @@ class CompiledForward:
         for i, step in enumerate(part.steps):
             results[step] = Moments(found[calls + i], found[calls + steps + i])
 
-    def postpone(self, call: int, moments: Tensor, x: Tensor) -> bool:
-        """Postpone an update of statistics to the end of the forward. False: there is no model for it."""
+    def postpone(self, call: int, moments: Tensor, groups: int, x: Tensor) -> bool:
+        """Postpone an update of statistics to the end of the forward. False: there is no model for it.
+
+        `moments` are (4, G, C), in one dimension.
+        """
         place = self.place_of(x)
         if place < 0:
             return False
         if call in self.untracked or place != self.place:  # the norm runs again, or on another device
             self.track()
         self.place = place
-        self.untracked[call] = moments, x.numel() // x.shape[1], x.shape[0]
+        self.untracked[call] = moments, groups, x.numel() // x.shape[1], x.shape[0]
         return True
 
     def track(self) -> None:
         """Update the running statistics of the norms that ran."""
-        if self.untracked:
-            calls, entries = list(self.untracked.keys()), list(self.untracked.values())
-            self.untracked = {}
-            ticket = self.relay.compiled[self.place].ticket
-            moments = [each[0] for each in entries]
-            values, examples = [each[1] for each in entries], [each[2] for each in entries]
-            tracking.track(ticket, moments, calls, values, examples, self.relay.number)
+        left = self.left()
+        if left is not None:
+            tracking.track(*left, self.relay.number)
+
+    def left(self) -> Left | None:
+        """The updates that are still to be made. The caller makes them."""
+        if not self.untracked:
+            return None
+        calls, entries = list(self.untracked.keys()), list(self.untracked.values())
+        self.untracked = {}
+        moments = torch.cat([each[0] for each in entries])
+        groups, values = [each[1] for each in entries], [each[2] for each in entries]
+        ticket: Tensor = self.relay.compiled[self.place].ticket
+        return ticket, moments, calls, groups, values, [each[3] for each in entries]
 
 
 def track_norms(
     norms: dict[int, WeakModule],
     tables: dict[Any, Any],
-    moments: Sequence[Tensor],
+    moments: Tensor,
     calls: Sequence[int],
+    groups: Sequence[int],
     values: Sequence[int],
     examples: Sequence[int],
 ) -> None:
     """What the op `kalmannorm::track` does. `norms` by their calls."""
-    shapes = [tuple(each.shape[1:]) for each in moments]
 
     def updates() -> list[Update]:
         found, start = list[Update](), 0
-        for call, (groups, channels), value, count in zip(calls, shapes, values, examples, strict=True):
-            found.append(Update(norms[call], start, groups, channels, value, count))
-            start += 4 * groups * channels
+        for call, size, value, count in zip(calls, groups, values, examples, strict=True):
+            norm: Any = norms[call].module()
+            found.append(Update(norms[call], start, size, norm.num_features, value, count))
+            start += 4 * size * norm.num_features
         return found
 
-    key = tuple(calls), tuple(shapes), tuple(values), tuple(examples)
-    track_together(torch.cat([each.view(-1) for each in moments]), [norms[c] for c in calls], key, updates, tables)
+    key = tuple(calls), tuple(groups), tuple(values), tuple(examples)
+    track_together(moments, [norms[c] for c in calls], key, updates, tables)

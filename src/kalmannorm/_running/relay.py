@@ -81,6 +81,7 @@ class Relay:
         active = segments()
         if whole:
             self._clear(state)
+            state.left = None  # of a forward that failed
         if whole or not state.whole:
             state.depth = 0  # parts do not nest: an open one was interrupted
         if state.depth == 0 and state.short is not None:  # the forward calls itself, or was interrupted
@@ -121,6 +122,10 @@ class Relay:
         if self.state.compiled is not None:  # the last norm did not run
             self.state.compiled.track()
             self.state.compiled = None
+        left = self.state.left
+        if left is not None:
+            self.state.left = None
+            tracking.track(*left, self.number)
         if not torch.compiler.is_compiling():
             if self.state.short is not None:
                 self.state.short.track()
@@ -274,12 +279,12 @@ class Relay:
     def end_compiled(self) -> None:
         """The last norm has run under `torch.compile`.
 
-        The model's own hooks run outside the compiled graph. If they had to clear tensors, these tensors would have to
-        be outputs of the graph.
+        The model's own hooks run outside the compiled graph. What they need is an output of the graph. So this is one
+        tensor, the moments of all norms.
         """
         self.state.traced = None
         if self.state.compiled is not None:
-            self.state.compiled.track()
+            self.state.left = self.state.compiled.left()
         self.state.compiled = None
         if self.state.whole:
             self.state.posteriors.clear()
@@ -295,10 +300,15 @@ class Relay:
         return known[0]
 
     def track_norms(
-        self, moments: Sequence[Tensor], norms: Sequence[int], values: Sequence[int], examples: Sequence[int]
+        self,
+        moments: Tensor,
+        norms: Sequence[int],
+        groups: Sequence[int],
+        values: Sequence[int],
+        examples: Sequence[int],
     ) -> None:
         """Update statistics for compiled code. `norms` are the first calls of the norms."""
-        track_norms(self.norms, self.compiled_tables, moments, norms, values, examples)
+        track_norms(self.norms, self.compiled_tables, moments, norms, groups, values, examples)
 
     def _consume(self, call: int, sources: tuple[int, ...]) -> None:
         state = self.state
@@ -367,7 +377,7 @@ class Wire(Complete):
         if forward is None:
             return False
         moments = torch.stack([posterior.mean, posterior.var, observation.mean, observation.var])
-        return forward.postpone(self.calls[0], moments.detach(), x)
+        return forward.postpone(self.calls[0], moments.detach().view(-1), moments.shape[1], x)
 
     def track_first_run(self) -> None:
         """If the norm ran on the short way in this forward, make its update before its next one."""

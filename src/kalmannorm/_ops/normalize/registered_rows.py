@@ -1,8 +1,8 @@
 """The op on rows as a registered op, for compiled models: `kalmannorm::normalize_rows` and its backward.
 
 Rows hold γ, β, the prior's mean and variance, and the gain, (5, G, C): see `propagate/bundle.py`. A norm is then one
-node with few inputs. The moments are a result, (4, G, C): those of the posterior, then those of the observation. They
-have no gradient.
+node with few inputs. The moments are a result, (4, G, C) in one dimension: those of the posterior, then those of the
+observation. They have no gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREPARED: dict[tuple[Any, ...], RowKernels | None] = {}
 
 def _kernels(x: Tensor, rows: Tensor, size: int, eps: float, relu: bool, residual: bool) -> RowKernels | None:
     """Prepared kernels. None: PyTorch operations run, or x has gaps."""
-    key = x.shape, x.stride(), x.dtype, x.device, rows.stride(0), size, eps, relu, residual
+    key = x.shape, x.stride(), x.dtype, x.device, rows.stride(0), rows.storage_offset() % 4, size, eps, relu, residual
     if key not in _PREPARED:
         kind = row_kernels_for(x, size)
         usable = kind is not None and kind is not AtenRows and _dense(x) is x
@@ -51,10 +51,10 @@ def _forward(
         if kernels is None:
             weight, bias, mean, var, gain = rows.unbind(0)
             y, *parts = registered.forward(_dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
-            return y, torch.stack(parts)
+            return y, torch.cat([part.reshape(-1) for part in parts])
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
-        moments = rows.new_empty((4, kernels.groups, x.shape[1]))
+        moments = rows.new_empty(4 * kernels.groups * x.shape[1])
         return kernels.forward(x, rows, residual, Memory(moments, Scratch()), 0), moments
 
 
@@ -62,7 +62,7 @@ def _fake_forward(
     x: Tensor, rows: Tensor, residual: Tensor | None, size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
     groups = group_count(x.shape[0], group_size(x.shape[0], size))
-    return torch.empty_like(_dense(x)), x.new_empty((4, groups, x.shape[1]), dtype=statistics_dtype(x))
+    return torch.empty_like(_dense(x)), x.new_empty(4 * groups * x.shape[1], dtype=statistics_dtype(x))
 
 
 def _backward(
@@ -73,9 +73,8 @@ def _backward(
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual)
         if kernels is None:
-            found = through_the_op(
-                registered.backward, grad_y, _dense(x), rows, moments.unbind(0), y, (size, eps, relu)
-            )
+            kept = moments.view(4, *rows.shape[1:]).unbind(0)
+            found = through_the_op(registered.backward, grad_y, _dense(x), rows, kept, y, (size, eps, relu))
             return [*found[: 2 if y is None else 3]]
         dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments, Scratch()), 0)
         return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
@@ -109,7 +108,8 @@ class _Node(torch.autograd.Function):
             return (None,) * 6
         x, rows, moments, y = ctx.saved_tensors
         if torch.is_grad_enabled():
-            found = through_the_op(registered_backward, grad_y, x, rows, moments.unbind(0), y, tuple(ctx.how))
+            kept = moments.view(4, *rows.shape[1:]).unbind(0)
+            found = through_the_op(registered_backward, grad_y, x, rows, kept, y, tuple(ctx.how))
         else:
             run = torch.ops.kalmannorm.normalize_rows_backward
             found = (*run(grad_y, x, rows, moments, y, *ctx.how, ctx.residual), grad_y)
@@ -131,7 +131,7 @@ register("normalize_rows_backward", _SCHEMA, _backward, _fake_backward)
 def normalize_rows(
     x: Tensor, rows: Tensor, residual: Tensor | None, statistics_batch_size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
-    """y, and the moments (4, G, C)."""
+    """y, and the moments: (4, G, C), in one dimension."""
     found: tuple[Tensor, Tensor] = torch.ops.kalmannorm.normalize_rows(
         x, rows, residual, statistics_batch_size, eps, relu
     )

@@ -136,8 +136,8 @@ def affine_places(bundle: Bundle) -> Tensor:
     return torch.stack([places(biases), places([(belief.weight, belief.size) for belief in bundle.beliefs])])
 
 
-def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:
-    """Gradients of γ and β of the norms that are no beliefs of the bundle."""
+def affine_alone(bundle: Bundle) -> list[tuple[int, int, int, int]]:
+    """γ and β of norms that are no beliefs of the bundle: position of the tensor, row, and first and last channel."""
     if "alone" not in bundle.tables:
         believed = {place for belief in bundle.beliefs for place in (belief.bias, belief.weight)}
         alone, start = list[tuple[int, int, int, int]](), 0
@@ -147,7 +147,12 @@ def affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found:
                     alone.append((place, row, start, start + norm.channels))
             start += norm.channels
         bundle.tables["alone"] = alone
-    for place, row, start, stop in bundle.tables["alone"]:
+    known: list[tuple[int, int, int, int]] = bundle.tables["alone"]
+    return known
+
+
+def _affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found: list[Tensor | None]) -> None:
+    for place, row, start, stop in affine_alone(bundle):
         found[place] = grad_rows[row, start:stop].to(tensors[place].dtype)
 
 
@@ -322,7 +327,7 @@ def backward(
             _function_gradient(each.function, work, entries, grads, kept.pop())
     from_norms = None
     if grad_rows is not None:
-        affine_gradients(bundle, tensors, grad_rows, found)
+        _affine_gradients(bundle, tensors, grad_rows, found)
         _gain_gradients(bundle, tensors, grad_rows[GAIN], ready, found)
         from_norms = torch.cat([grad_rows.reshape(-1), grad_rows.new_zeros(1)])[ready.affine]
     _leaf_gradients(bundle, tensors, grads, from_norms, found)

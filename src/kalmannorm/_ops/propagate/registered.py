@@ -2,6 +2,9 @@
 
 A compiled graph holds the number of a bundle, and `find` returns the bundle. The number is part of the graph, so a
 graph that torch finds in its cache on disk has the numbers of the process that traced it now.
+
+The ops that run return few large tensors: the rows of all norms, and gradients as the kernels write them. They are
+divided in the graph, because compiled code creates a view in less time than Python.
 """
 
 from __future__ import annotations
@@ -20,8 +23,6 @@ from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
 from kalmannorm.moments.core import full_precision
 
-ALIGNED = 16
-
 
 class CompiledBundle:
     """A bundle with its number, the module that runs it (`aten` or `triton_bundle`), and what a backward needs."""
@@ -37,9 +38,14 @@ class CompiledBundle:
         self.last: tuple[Any, Any] | None = None
         self.number = _BUNDLES.add(self)
 
-    def others(self) -> int:
-        """The number of results that are not rows of norms."""
-        return len(self.bundle.results) - len(self.bundle.norms)
+    @property
+    def flat(self) -> bool:
+        """Whether a backward returns three tensors that contain all gradients, not each gradient by itself."""
+        return self.run is not aten
+
+    def others(self) -> list[int]:
+        """The sizes of the results that are not rows of norms."""
+        return [result.numel() for result in self.bundle.results[len(self.bundle.norms) :]]
 
     def prepared(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Any:
         """What `run` prepares for these tensors. It is kept while they stay where they are."""
@@ -53,79 +59,84 @@ _BUNDLES: Names[CompiledBundle] = Names()
 find = _BUNDLES.find
 
 
-def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
-    """The rows of the norms (5, G, C), means and variances of other results, and tensors for the backward."""
+def _flat_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
+    """The rows of all norms (5, channels), means and variances of other results, and tensors for the backward."""
     known = find(number)
     gradients = True in wanted
     with full_precision(known.device), on_device_of(tensors[0]):
         prepared = known.prepared(tensors, wanted)
         made = known.run.forward(known.bundle, tensors, known.dtype, known.device, gradients, prepared)
-        rows = [made.rows.new_empty((ROWS, width)) for width in known.bundle.widths]
-        if rows:
-            torch.split_with_sizes_copy(made.rows, known.bundle.widths, 1, out=rows)
-    spread = [
-        part.as_strided((ROWS, size, part.shape[1]), (part.shape[1], 0, 1))
-        for part, size in zip(rows, groups, strict=True)
-    ]
-    means, variances = ([pair[part].clone() for pair in made.others] for part in range(2))
-    return [*spread, *means, *variances, *(made.saved if gradients else ())]
+        others = [pair[part] for part in range(2) for pair in made.others]
+        return [made.rows, *([torch.cat(others, 1)] if others else ()), *(made.saved if gradients else ())]
+
+
+def _fake_flat_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
+    known, like = find(number), tensors[0]
+    rows = like.new_empty((ROWS, known.bundle.channels), dtype=known.dtype)
+    others = like.new_empty((1, 2 * sum(known.others())), dtype=known.dtype)
+    saved = [like.new_empty(shape, dtype=dtype) for shape, dtype in known.saved]
+    return [rows, *([others] if known.others() else ()), *(saved if True in wanted else ())]
+
+
+def _divided(flat: list[Tensor], groups: list[int], number: str) -> list[Tensor]:
+    """The rows of the norms (5, G, C), means and variances of other results, and tensors for the backward."""
+    known = find(number)
+    sizes, channels, start, rows = known.others(), known.bundle.channels, 0, list[Tensor]()
+    for width, size in zip(known.bundle.widths, groups, strict=True):
+        rows.append(flat[0].as_strided((ROWS, size, width), (channels, 0, 1), start))
+        start += width
+    if not sizes:
+        return [*rows, *flat[1:]]
+    return [*rows, *flat[1].split_with_sizes([*sizes, *sizes], 1), *flat[2:]]
+
+
+def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
+    """Without gradients: the results of an op must not share memory."""
+    return [part.clone() for part in _divided(_flat_forward(tensors, groups, wanted, number), groups, number)]
 
 
 def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
-    known, like = find(number), tensors[0]
-    bundle = known.bundle
-    rows = [
-        like.new_empty_strided((ROWS, size, width), (width, 0, 1), dtype=known.dtype)
-        for size, width in zip(groups, bundle.widths, strict=True)
-    ]
-    others = [like.new_empty((1, result.numel()), dtype=known.dtype) for result in bundle.results[len(bundle.norms) :]]
-    saved = [like.new_empty(shape, dtype=dtype) for shape, dtype in known.saved]
-    return [*rows, *others, *(torch.empty_like(part) for part in others), *(saved if True in wanted else ())]
+    return [part.clone() for part in _divided(_fake_flat_forward(tensors, groups, wanted, number), groups, number)]
 
 
 def _backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
     number: str,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the tensors where `asked` is true."""
+    """The gradients of the tensors where `asked` is true, or tensors that contain them: see `CompiledBundle.flat`."""
     known = find(number)
-    norms, others = len(known.bundle.norms), known.others()
+    norms, others = len(known.bundle.norms), len(known.others())
     rows, means, variances = grads[:norms], grads[norms : norms + others], grads[norms + others :]
     with full_precision(known.device), on_device_of(tensors[0]):
         state = known.prepared(tensors, wanted) if known.state is None else known.state
         pairs = list(zip(means, variances, strict=True))
-        found = known.run.backward(known.bundle, tensors, saved, state, summed(known.bundle, rows), pairs, asked)
-        return _laid_out(found, tensors)
-
-
-def _laid_out(gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients with the layouts of their tensors. Compiled code reads 16 bytes at once, so they begin there."""
-    there, odd, likes = list[Tensor](), list[int](), list[Tensor]()
-    for grad, like in zip(gradients, tensors, strict=True):
-        if grad is not None:
-            if grad.data_ptr() % ALIGNED or (grad.dim() > 1 and grad.stride() != like.stride()):
-                odd.append(len(there))
-                likes.append(like)
-            there.append(grad)
-    if odd:
-        copies = list(map(torch.empty_like, likes))
-        torch._foreach_copy_(copies, [there[i] for i in odd])
-        for i, copied in zip(odd, copies, strict=True):
-            there[i] = copied
-    return there
+        whole = summed(known.bundle, rows)
+        if known.flat:
+            *filled, of_rows = known.run.fill_gradients(known.bundle, tensors, saved, state, whole, pairs)
+            return [*filled, filled[1].new_empty((ROWS, known.bundle.channels)) if of_rows is None else of_rows]
+        found = known.run.backward(known.bundle, tensors, saved, state, whole, pairs, asked)
+        return [
+            torch.empty_like(like).copy_(grad) if grad.stride() != like.stride() else grad
+            for grad, like in zip(found, tensors, strict=True)
+            if grad is not None
+        ]
 
 
 def _fake_backward(
     grads: list[Tensor | None], tensors: list[Tensor], saved: list[Tensor], wanted: list[bool], asked: list[bool],
     number: str,
 ) -> list[Tensor]:  # fmt: skip
+    known, like = find(number), tensors[0]
+    if known.flat:
+        sizes = known.run.sizes_of_gradients(known.bundle, tensors, wanted, known.device)
+        return [like.new_empty(size, dtype=dtype) for size, dtype in sizes]
     return [torch.empty_like(tensor) for tensor, wants in zip(tensors, asked, strict=True) if wants]
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, groups: list[int], wanted: list[bool], number: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found = below_autograd("bundle_rows", list(tensors), groups, wanted, number)
+        found = _divided(below_autograd("bundle_rows", list(tensors), groups, wanted, number), groups, number)
         bundle = find(number).bundle
         ctx.set_materialize_grads(False)
         ctx.groups, ctx.wanted, ctx.number = groups, wanted, number
@@ -143,9 +154,14 @@ class _Node(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, None, *differentiated(known.bundle, tensors, known.dtype, ctx.groups, arrived)
         asked = asked_of(known.bundle, ctx.wanted, arrived)
-        run = torch.ops.kalmannorm.bundle_rows_backward
-        found = iter(run(arrived, tensors, saved, ctx.wanted, asked, ctx.number) if True in asked else ())
-        return None, None, None, *[next(found) if wants else None for wants in asked]
+        if True not in asked:
+            return None, None, None, *[None] * len(tensors)
+        found = torch.ops.kalmannorm.bundle_rows_backward(arrived, tensors, saved, ctx.wanted, asked, ctx.number)
+        if known.flat:
+            every = known.run.gradients_in(found, known.bundle, tensors, ctx.wanted, known.device)
+            return None, None, None, *[grad if wants else None for grad, wants in zip(every, asked, strict=True)]
+        one_by_one = iter(found)
+        return None, None, None, *[next(one_by_one) if wants else None for wants in asked]
 
 
 def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
@@ -153,7 +169,7 @@ def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number:
 
 
 _SCHEMA = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, str bundle) -> Tensor[]"
-register_differentiable("bundle_rows", _SCHEMA, _forward, _fake_forward, _apply)
+register_differentiable("bundle_rows", _SCHEMA, _forward, _fake_forward, _apply, (_flat_forward, _fake_flat_forward))
 _SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, str bundle) -> Tensor[]"
 register("bundle_rows_backward", _SCHEMA, _backward, _fake_backward)
 

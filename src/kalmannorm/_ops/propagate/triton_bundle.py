@@ -19,9 +19,23 @@ from kalmannorm._ops.grid import blocks_of
 from kalmannorm._ops.propagate import triton_elementwise as moments
 from kalmannorm._ops.propagate import triton_layers as layers
 from kalmannorm._ops.propagate import triton_leaves as leaves_of
-from kalmannorm._ops.propagate.aten import Made, Tensors, affine_gradients
+from kalmannorm._ops.propagate.aten import Made, Tensors
 from kalmannorm._ops.propagate.bundle import GAIN, PRIOR_MEAN, PRIOR_VAR, ROWS, Bundle
-from kalmannorm._ops.propagate.triton_tables import LANES, Bound, Small, Tables, Tape, bind, lies_together, tables_of
+from kalmannorm._ops.propagate.triton_tables import (
+    LANES,
+    Bound,
+    Place,
+    Room,
+    Small,
+    Tables,
+    Tape,
+    bind,
+    lies_together,
+    places_of,
+    starts_of,
+    strides_in,
+    tables_of,
+)
 from kalmannorm._ops.triton_launching import At, LaunchList, ready
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
@@ -102,18 +116,6 @@ def _weights(bundle: Bundle, device: torch.device) -> Tensor:
     return weights
 
 
-class _Room:
-    """Divides one tensor of float32 values: `take` returns the offset of the next `size` values, in 16 bytes."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def take(self, size: int) -> int:
-        start = self.size
-        self.size += -(-size // 4) * 4
-        return start
-
-
 class _Forward(NamedTuple):
     """The launches of a forward, and the places of its results in the memory that they fill."""
 
@@ -124,15 +126,6 @@ class _Forward(NamedTuple):
     slopes: list[int]
     rows: Tensor  # places of the rows of all norms, (5, channels)
     results: Tensor  # places of the other results: means, then variances
-
-
-class _Backward(NamedTuple):
-    """The launches of a backward. Its memory: that of the forward, its own, gradients of weights, gradients of rows."""
-
-    launches: LaunchList
-    size: int
-    gathered: int
-    small: int
 
 
 def forward(
@@ -164,7 +157,7 @@ def forward(
 def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradients: bool) -> _Forward:
     key = "forward", gradients, type_of
     if key not in bound.launches:
-        launches, room, device = LaunchList(), _Room(), tables.numbers.device
+        launches, room, device = LaunchList(), Room(), tables.numbers.device
         E, leaves, channels = bundle.entries, bundle.leaves, bundle.channels
         entries, gains, sums = At(0, room.take(2 * E)), At(0, room.take(channels)), At(0, room.take(tables.sums))
         values = tables.owner.numel()
@@ -229,11 +222,32 @@ def backward(
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
     asked: Sequence[bool],
 ) -> list[Tensor | None]:
+    bound: Bound = state
+    filled = fill_gradients(bundle, tensors, saved, state, grad_rows, grad_results)
+    found: list[Tensor | None] = []
+    for wanted, tensor, place in zip(asked, tensors, bound.gradients, strict=True):
+        grad = None
+        if wanted and place is not None and (whole := filled[place[0]]) is not None:
+            grad = whole.as_strided(*place[1:])
+            grad = grad if grad.dtype == tensor.dtype else grad.to(tensor.dtype)
+        found.append(grad)
+    return found
+
+
+def fill_gradients(
+    bundle: Bundle,
+    tensors: Tensors,
+    saved: Sequence[Tensor],
+    state: Any,
+    grad_rows: Tensor | None,
+    grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors that have the gradients: see `Place`."""
     (memory,), bound = saved, state
     device, E = memory.device, bundle.entries
     tables = _tables(bundle, device)
-    how = _backward(bundle, tables, bound, _type(tables, tensors), grad_rows is not None)
-    own = torch.empty(how.size, device=device, dtype=torch.float32)
+    launches = _backward(bundle, tables, bound, _type(tables, tensors), grad_rows is not None)
+    own = torch.empty(tables.own.size, device=device, dtype=torch.float32)
     channels, others, S = bundle.channels, bundle.results[len(bundle.norms) :], tables.slots
     arrived = own.as_strided((2, channels), (S, 1), 2 * E)
     if grad_rows is None:
@@ -248,50 +262,44 @@ def backward(
         behind = row * S + 2 * E + channels
         torch.cat(parts, 1, out=own[behind : behind + tables.results.numel()].unsqueeze(0))
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
-    how.launches.run(memory, own, weights, own if grad_rows is None else grad_rows)
-    found: list[Tensor | None] = [None] * len(tensors)
-    if grad_rows is not None:
-        affine_gradients(bundle, tensors, grad_rows, found)
-    _divide(bundle, tables, own, how.small, tensors, found)
-    for layer, start in zip(tables.layers, bound.starts, strict=True):
-        weight = tensors[layer.weight]
-        if start is not None:
-            found[layer.weight] = weights.as_strided(weight.shape, weight.stride(), start)
-        if layer.bias is not None:
-            begin = how.gathered + layer.start
-            found[layer.bias] = own[begin : begin + layer.outputs].to(tensors[layer.bias].dtype)
-    return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+    launches.run(memory, own, weights, own if grad_rows is None else grad_rows)
+    return weights, own, grad_rows
 
 
-def _divide(
-    bundle: Bundle, tables: Tables, own: Tensor, start: int, tensors: Tensors, found: list[Tensor | None]
-) -> None:
-    """Assign the gradients of beliefs, given moments and logits, from `start` on, to their tensors."""
-    leaves = 2 * bundle.leaves
-    listed = tables.small[: 2 * (len(bundle.beliefs) + len(bundle.given))]
-    parts: Sequence[Tensor] = own[start : start + leaves].split_with_sizes([each.size for each in listed])
-    logits = tables.small[len(listed) : len(listed) + len(bundle.norms)]
-    behind = own[start + leaves : start + leaves + sum(norm.logits for norm in bundle.norms)]
-    if behind.numel() == len(bundle.norms):  # one number per norm
-        parts = [*parts, *behind.unbind(0)]
-    else:
-        parts = [*parts, *behind.split_with_sizes([each.size for each in logits])]
-    for each, part in zip([*listed, *logits], parts, strict=True):
-        if each.place is not None:
-            like = tensors[each.place]
-            part = part if part.shape == like.shape else part.view(like.shape)
-            found[each.place] = part if like.dtype == torch.float32 else part.to(like.dtype)
+def sizes_of_gradients(
+    bundle: Bundle, tensors: Tensors, wanted: Sequence[bool], device: torch.device
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the tensors that `fill_gradients` returns."""
+    tables = _tables(bundle, device)
+    size = starts_of(tables, tensors, wanted)[1]
+    own, rows = ((tables.own.size,), torch.float32), ((ROWS, bundle.channels), torch.float32)
+    return [((size,), _dtype(tables, tensors)), own, rows]
 
 
-def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: bool) -> _Backward:
+def gradients_in(
+    filled: Sequence[Tensor], bundle: Bundle, tensors: Tensors, wanted: Sequence[bool], device: torch.device
+) -> list[Tensor | None]:
+    """The gradient of each tensor, from the tensors that `fill_gradients` returned."""
+    places = places_of(bundle, _tables(bundle, device), tensors, wanted)
+    return [
+        None if place is None else _gradient(filled, place, tensor)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]
+
+
+def _gradient(filled: Sequence[Tensor], place: Place, tensor: Tensor) -> Tensor:
+    return filled[place.which].as_strided(tensor.shape, strides_in(tensor, place), place.start).to(tensor.dtype)
+
+
+def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: bool) -> LaunchList:
+    """Its memory: that of the forward, its own, gradients of weights, gradients of rows."""
     key = "backward", rows, type_of
     if key not in bound.launches:
-        launches, room, device = LaunchList(), _Room(), tables.numbers.device
+        launches, device = LaunchList(), tables.numbers.device
         E, S, leaves = bundle.entries, tables.slots, bundle.leaves
         kept = _forward(bundle, tables, bound, type_of, True)
         entries, sums, flat, slopes = At(0), At(0, kept.sums), At(0, kept.flat), list(kept.slopes)
-        slots, gathered, grad_sums = (At(1, room.take(size)) for size in (2 * S, 2 * E, tables.sums))
-        small = At(1, room.take(tables.owner.numel()))
+        slots, gathered, grad_sums, small = (At(1, start) for start in tables.own[:4])
         weights, grad_rows = At(2), At(3)
         uses = (slots, S, *tables.uses)
         for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
@@ -322,8 +330,8 @@ def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: 
                 ready(leaves_of.gains_backward_kernel, (len(bundle.norms),), device, BLOCK=4 * BLOCK),
                 flat, small, At(3, GAIN * bundle.channels), tables.gains, 2 * leaves, GAIN_MARGIN,
             )  # fmt: skip
-        bound.launches[key] = _Backward(launches, room.size, gathered.offset, small.offset)
-    made: _Backward = bound.launches[key]
+        bound.launches[key] = launches
+    made: LaunchList = bound.launches[key]
     return made
 
 

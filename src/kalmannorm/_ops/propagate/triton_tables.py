@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmannorm._ops.propagate.aten import SMOOTH, affine_places
+from kalmannorm._ops.propagate.aten import SMOOTH, affine_alone, affine_places
 from kalmannorm._ops.propagate.aten_layers import geometry
 from kalmannorm._ops.propagate.bundle import Bundle, Elementwise, Function, Layer, Norm
 
@@ -65,6 +65,39 @@ class Small(NamedTuple):
     given: bool = False  # moments from elsewhere, a new tensor in every forward
 
 
+class Room:
+    """Divides one tensor of float32 values: `take` returns the offset of the next `size` values, in 16 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, size: int) -> int:
+        start = self.size
+        self.size += -(-size // 4) * 4
+        return start
+
+
+class Own(NamedTuple):
+    """The memory of a backward: where its parts begin, and its size."""
+
+    slots: int
+    gathered: int
+    sums: int
+    small: int
+    size: int
+
+
+WEIGHTS, OWN, OF_ROWS = range(3)
+"""The tensors that a backward fills: gradients of weights, its own memory, and gradients of rows (5, channels)."""
+
+
+class Place(NamedTuple):
+    """Where a gradient is: in which of these tensors, and from which value on."""
+
+    which: int
+    start: int
+
+
 class Launches(NamedTuple):
     """Work lists of the layers of a stage, one per kind of tile.
 
@@ -97,6 +130,7 @@ class Tables:
     rows: list[list[int]]  # their rows of the table, without the columns that depend on weights
     slots: int
     sums: int
+    own: Own
     bound: dict[Any, Bound] = field(default_factory=dict)
 
 
@@ -106,7 +140,7 @@ class Bound:
 
     table: Tensor
     stages: list[Launches]
-    starts: list[int | None]
+    gradients: list[tuple[int, tuple[int, ...], tuple[int, ...], int] | None]  # which tensor, shape, strides, start
     size: int
     small: Tensor | None  # the addresses of the small tensors, if all are float32
     captured: bool = False
@@ -164,7 +198,40 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         rows,
         slots,
         sums,
+        _own(slots, bundle.entries, sums, sum(each.size for each in _small(bundle))),
     )
+
+
+def _own(slots: int, entries: int, sums: int, small: int) -> Own:
+    room = Room()
+    return Own(room.take(2 * slots), room.take(2 * entries), room.take(sums), room.take(small), room.size)
+
+
+def starts_of(tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[list[int | None], int]:
+    """Where the gradient of each layer's weight begins among all, None if it is not wanted, and the size of all."""
+    starts, size = list[int | None](), 0
+    for layer in tables.layers:
+        starts.append(size if wanted[layer.weight] else None)
+        size += -(-tensors[layer.weight].numel() // 64) * 64 if wanted[layer.weight] else 0
+    return starts, size
+
+
+def places_of(bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Place | None]:
+    """Where the gradient of each tensor is after a backward. None: it has none."""
+    found: list[Place | None] = [None] * len(tensors)
+    for place, row, start, _ in affine_alone(bundle):
+        found[place] = Place(OF_ROWS, row * bundle.channels + start)
+    at = tables.own.small
+    for each in tables.small[: 2 * (len(bundle.beliefs) + len(bundle.given)) + len(bundle.norms)]:
+        if each.place is not None:
+            found[each.place] = Place(OWN, at)
+        at += each.size
+    for layer, begin in zip(tables.layers, starts_of(tables, tensors, wanted)[0], strict=True):
+        if begin is not None:
+            found[layer.weight] = Place(WEIGHTS, begin)
+        if layer.bias is not None:
+            found[layer.bias] = Place(OWN, tables.own.gathered + layer.start)
+    return found
 
 
 def _small(bundle: Bundle) -> list[Small]:
@@ -270,8 +337,9 @@ def bind(
     bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool], small: Tensor | None = None
 ) -> Bound:
     """The tables for these weights and small tensors. `wanted` says which tensors need a gradient."""
-    rows, starts, size, tiles = [], list[int | None](), 0, list[Tile]()
-    for layer, row in zip(tables.layers, tables.rows, strict=True):
+    rows, tiles = [], list[Tile]()
+    starts, size = starts_of(tables, tensors, wanted)
+    for layer, row, begin in zip(tables.layers, tables.rows, starts, strict=True):
         weight = tensors[layer.weight]
         bias = 0 if layer.bias is None else tensors[layer.bias].data_ptr()
         first, second, tap = _strides(weight)
@@ -279,10 +347,7 @@ def bind(
         steps = [group_outputs * first, first, second, tap]
         if layer.transposed:
             steps = [group_inputs * first, second, first, tap]
-        want = wanted[layer.weight]
-        starts.append(size if want else None)
-        rows.append([weight.data_ptr(), bias, size, *row[3:6], *steps, *row[10:19], int(want)])
-        size += -(-weight.numel() // 64) * 64 if want else 0
+        rows.append([weight.data_ptr(), bias, begin or 0, *row[3:6], *steps, *row[10:19], int(begin is not None)])
         tiles.append(_tile(group_inputs, taps, steps, weight.data_ptr()))
     device = tables.numbers.device
     table = torch.tensor(rows or [[0] * _COLUMNS], dtype=torch.int64).to(device)
@@ -291,7 +356,19 @@ def bind(
         numbers = range(start, start + len(stage.layers))
         start += len(stage.layers)
         stages.append(_launches(tables, tiles, numbers, device))
-    return Bound(table, stages, starts, size, small)
+    places = places_of(bundle, tables, tensors, wanted)
+    gradients = [
+        None if place is None else (place.which, tuple(tensor.shape), strides_in(tensor, place), place.start)
+        for place, tensor in zip(places, tensors, strict=True)
+    ]
+    return Bound(table, stages, gradients, size, small)
+
+
+def strides_in(tensor: Tensor, place: Place) -> tuple[int, ...]:
+    """The strides of a tensor's gradient. Only the gradients of weights have the layouts of their tensors."""
+    if place.which == WEIGHTS:
+        return tensor.stride()
+    return tuple(math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim()))
 
 
 def _strides(weight: Tensor) -> tuple[int, int, int]:

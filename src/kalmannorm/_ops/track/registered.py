@@ -18,9 +18,17 @@ from kalmannorm._ops.library import Names, register
 
 class Tracker(Protocol):
     def track_norms(
-        self, moments: Sequence[Tensor], norms: Sequence[int], values: Sequence[int], examples: Sequence[int]
+        self,
+        moments: Tensor,
+        norms: Sequence[int],
+        groups: Sequence[int],
+        values: Sequence[int],
+        examples: Sequence[int],
     ) -> None:
-        """Update the statistics of these norms. `moments` are (4, G, C); `values` per channel of x; `examples` of x."""
+        """Update the statistics of these norms. Their moments (4, G, C) follow one another.
+
+        `values` per channel of x; `examples` of x.
+        """
 
 
 _MODELS: Names[Tracker] = Names()
@@ -28,25 +36,31 @@ number_of, find = _MODELS.add, _MODELS.find
 
 
 def _track(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
-) -> None:
-    find(model).track_norms(moments, norms, values, examples)
+    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
+    model: str,
+) -> None:  # fmt: skip
+    find(model).track_norms(moments, norms, groups, values, examples)
 
 
 def _fake(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
-) -> None:
+    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
+    model: str,
+) -> None:  # fmt: skip
     return None
 
 
-_SCHEMA = "(Tensor(a!) ticket, Tensor[] moments, int[] norms, SymInt[] values, SymInt[] examples, str model) -> ()"
+_SCHEMA = (
+    "(Tensor(a!) ticket, Tensor moments, int[] norms, SymInt[] groups, SymInt[] values, SymInt[] examples, str model) "
+    "-> ()"
+)
 # A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
 _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
 register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
 def track(
-    ticket: Tensor, moments: list[Tensor], norms: list[int], values: list[int], examples: list[int], model: str
-) -> None:
+    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
+    model: str,
+) -> None:  # fmt: skip
     """See the op."""
-    torch.ops.kalmannorm.track(ticket, moments, norms, values, examples, model)
+    torch.ops.kalmannorm.track(ticket, moments, norms, groups, values, examples, model)
