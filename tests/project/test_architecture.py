@@ -18,7 +18,7 @@ ROOT = Path(kalmannorm.__file__).parent
 # The floors of the house. A room may import from the floors before its own, and from nothing else but itself.
 FLOORS = [
     {"moments"},
-    {"_filter", "_groups"},
+    {"_filter", "_groups", "_names"},
     {"_support", "_ops"},
     {"functional", "_wiring"},
     {"_norms", "_running"},

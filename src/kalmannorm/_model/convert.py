@@ -304,7 +304,7 @@ def _connect(model: nn.Module, plan: Plan) -> None:
     _disconnect(model)
     for owner in plan.program.owned():
         owner.hold()  # the norm got other tensors after it was traced
-    relay, kept = Relay(plan), keepable(plan)
+    relay, kept = Relay(plan, model), keepable(plan)
     for name, wired in plan.norms.items():
         calls = wired.calls
         if calls:

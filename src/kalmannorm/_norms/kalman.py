@@ -23,6 +23,7 @@ from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting
 from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
+from kalmannorm._support.compiling import name_of_norm, normalize_compiled
 from kalmannorm.moments import Moments
 
 Transition = Literal["learned", "identity", "weights"]
@@ -247,8 +248,19 @@ class BatchKalmanNorm(GroupedNorm):
         """Drop the posterior, and with it the graph of its forward."""
         self._posterior = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("wire", "_ranks"):
+            self.__dict__["_compiled_name"] = name_of_norm(self)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_posterior": None}
+        state = {**super().__getstate__(), "_posterior": None}
+        del state["_compiled_name"]  # of this object, in this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__["_compiled_name"] = name_of_norm(self)
+        super().__setstate__(state)
 
     def _hold(self, posterior: Moments) -> None:
         if exporting():
@@ -301,11 +313,16 @@ class BatchKalmanNorm(GroupedNorm):
         """
         if self._posterior is not None:
             self.release()
-        wired = self.wire is not None and previous is None
-        if wired and not return_posterior and not exporting():
-            short: Tensor | None = self.wire.normalize(self, x, residual, relu)
+        if previous is None and not return_posterior:
+            short: Tensor | None = None
+            if torch.compiler.is_compiling():
+                if torch.compiler.is_dynamo_compiling():  # otherwise `torch.export` traces
+                    short = normalize_compiled(self, x, residual, relu)
+            elif self.wire is not None:
+                short = self.wire.normalize(self, x, residual, relu)
             if short is not None:
                 return short
+        wired = self.wire is not None and previous is None
         if wired:
             call = self.wire.begin()
             previous = self.wire.previous(call, x) if self._needs_prior() else None
@@ -323,7 +340,7 @@ class BatchKalmanNorm(GroupedNorm):
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
         diagonal = self.covariance == "diagonal" and self.transition is None
         alone = self.gain_logit is not None or not self._unused()
-        return diagonal and alone and self.training and not self.frozen and self._ranks.choice is None
+        return diagonal and alone and self.training and not self.frozen
 
     def has_usual_steps(self) -> bool:
         """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.normalize.registered_rows import normalize_rows
 from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
-from kalmannorm._ops.track import registered as tracking
+from kalmannorm._ops.track.registered import find, track
 from kalmannorm._running.bundling import Source
 from kalmannorm._running.prior_bundles import PriorBundles, groups_of, runner
 from kalmannorm._running.tracking_together import Update, track_together
@@ -35,11 +35,20 @@ Left = tuple[Tensor, Tensor, list[int], list[int], list[int], list[int]]
 """Updates of statistics that are still to be made: arguments of `kalmannorm::track`."""
 
 
+Path = tuple[str, ...]
+"""The names of a module and of those around it, from the model on."""
+
+
 class CompiledPart(NamedTuple):
-    """A bundle as compiled code reads it. `sources` are stored tensors, or the mean or variance of a step."""
+    """A bundle as compiled code reads it, a constant.
+
+    `sources` are its tensors: path of a module and name, or else the mean or variance of a step. Compiled code finds
+    the modules from the model, as the forward does. If it found them in another way, it would have to check in every
+    call that both ways lead to the same objects.
+    """
 
     number: str
-    sources: tuple[tuple[dict[str, Any] | None, str, int, int], ...]
+    sources: tuple[tuple[Path | None, str, int, int], ...]
     calls: tuple[int, ...]
     steps: tuple[int, ...]
     given: tuple[int, ...]
@@ -57,23 +66,30 @@ def place_of(model: str, device: str, wide: bool) -> int:
     """Prepare the bundles of a model on a device. Returns their place in `Relay.compiled`, or -1: there are none."""
     if _exported():
         return -1
-    relay: Any = tracking.find(model)
+    relay: Any = find(model)
     place: int = relay.place_of_compiled(torch.device(device), torch.float64 if wide else torch.float32)
     return place
 
 
 def part_of(model: str, place: int, call: int) -> int:
     """The place of the bundle that makes the rows for this call, or -1."""
-    relay: Any = tracking.find(model)
+    relay: Any = find(model)
     compiled: CompiledModel = relay.compiled[place]
     usable = [number for number, part in enumerate(compiled.parts) if call in part.calls]
     norm: Any = relay.norms[call].module() if call in relay.norms else None
     return usable[0] if usable and norm is not None and norm.has_usual_steps() else -1
 
 
+def listed(model: str, place: int, number: int) -> tuple[Any, ...]:
+    """A part as a tuple of tuples."""
+    relay: Any = find(model)
+    compiled: CompiledModel = relay.compiled[place]
+    return tuple(compiled.parts[number])
+
+
 def part_with(model: str, place: int, step: int) -> int:
     """The place of the bundle that computes a step, or -1."""
-    relay: Any = tracking.find(model)
+    relay: Any = find(model)
     compiled: CompiledModel = relay.compiled[place]
     return next((number for number, part in enumerate(compiled.parts) if step in part.steps), -1)
 
@@ -83,14 +99,14 @@ def sizes_of(model: str, calls: tuple[int, ...]) -> tuple[int, ...]:
 
     A norm reads its own m when it is traced, so that the guards of compiled code check it.
     """
-    relay: Any = tracking.find(model)
+    relay: Any = find(model)
     norms = [relay.norms[call].module() for call in calls]
     trains = [norm is not None and norm.training and not norm.frozen for norm in norms]
     return tuple((norm.statistics_batch_size or 0) if train else -1 for norm, train in zip(norms, trains, strict=True))
 
 
 # `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler.
-for _constant in (place_of, part_of, part_with, sizes_of):
+for _constant in (place_of, part_of, listed, part_with, sizes_of):
     _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
@@ -102,13 +118,15 @@ def _exported() -> bool:
     return flag or bool(InstructionTranslator.current_tx().export)
 
 
-def prepared(bundles: PriorBundles, context: Context) -> CompiledModel:
+def prepared(bundles: PriorBundles, model: nn.Module | None, context: Context) -> CompiledModel:
     """The bundles of a model for compiled code: none if one of them cannot be used."""
     parts, compiled = list[CompiledPart](), list[CompiledBundle]()
+    named = () if model is None else model.named_modules()
+    paths: dict[int, Path] = {id(module): tuple(name.split(".")) if name else () for name, module in named}
     with torch.no_grad():
         for part, tensors in bundles.tensors_of_parts(context) or ():
-            sources = tuple((_holder(source), source.name, source.step, source.part) for source in part.sources)
-            if any(holder is None and step < 0 for holder, _, step, _ in sources):
+            sources = tuple((_path(source, paths), source.name, source.step, source.part) for source in part.sources)
+            if any(path is None and step < 0 for path, _, step, _ in sources):
                 parts, compiled = [], []
                 break
             bundle = CompiledBundle(part.bundle, runner(part.bundle, context, tensors), context.dtype, tensors)
@@ -120,27 +138,33 @@ def prepared(bundles: PriorBundles, context: Context) -> CompiledModel:
     return CompiledModel(tuple(parts), ticket, tuple(compiled))
 
 
-def _holder(source: Source) -> dict[str, Any] | None:
-    """The parameters or buffers in which a tensor is stored. None if its module computes it, or if it is no tensor of a
-    module.
-    """
+def _path(source: Source, paths: dict[int, Path]) -> Path | None:
+    """The module in which a tensor is stored. None if it is no tensor of a module of the model, or is computed."""
     module = None if source.owner is None else source.owner.module()
-    stored = () if module is None else (module._parameters, module._buffers)
-    return next((holder for holder in stored if source.name in holder), None)
+    stored = module is not None and (source.name in module._parameters or source.name in module._buffers)
+    return paths.get(id(module)) if stored else None
+
+
+def _tensor_in(model: nn.Module, path: Path, name: str) -> Tensor:
+    module: Any = model
+    for step in path:
+        module = module._modules[step]
+    tensor: Tensor = getattr(module, name)
+    return tensor
 
 
 class CompiledForward:
     """One traced forward: results of bundles, and moments of norms that are still to be tracked."""
 
     def __init__(self, relay: Any) -> None:
-        self.relay = relay
+        self.relay, self.model = relay, relay.number
         self.rows: dict[Any, Tensor] = {}
         self.results: dict[Any, dict[int, Any]] = {}
         self.untracked: dict[int, tuple[Tensor, int, int, int]] = {}
         self.place = -1
 
     def place_of(self, x: Tensor) -> int:
-        return place_of(self.relay.number, str(x.device), x.dtype == torch.float64)
+        return place_of(self.model, str(x.device), x.dtype == torch.float64)
 
     def normalize(self, call: int, norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The result of a norm, or None: it must take the long way."""
@@ -164,13 +188,14 @@ class CompiledForward:
             check_enough_values(x, norm.statistics_batch_size)
         y, moments = normalize_rows(x, rows, residual, norm.statistics_batch_size or 0, norm.eps, relu)
         if norm.track_running_stats:
-            self.postpone(norm.wire.calls[0], moments, rows.shape[1], x)
-        finished: Tensor = norm._finish(y, residual is not None or relu)
-        return finished
+            self.postpone(call, moments, rows.shape[1], x)
+        if norm.then:
+            y = norm._finish(y, residual is not None or relu)
+        return y
 
     def _rows(self, call: int, norm: Any, x: Tensor) -> Tensor | None:
         place = self.place_of(x)
-        number = -1 if place < 0 else part_of(self.relay.number, place, call)
+        number = -1 if place < 0 else part_of(self.model, place, call)
         if number < 0:
             return None
         key = torch.is_grad_enabled(), x.dtype == torch.float64, call
@@ -184,25 +209,27 @@ class CompiledForward:
         kind = torch.is_grad_enabled(), context.dtype == torch.float64
         if kind not in self.results:
             self.results[kind] = {}
-        results, part = self.results[kind], self.relay.compiled[place].parts[number]
-        for step in part.given:
+        results = self.results[kind]
+        bundle, sources, calls, steps, given = listed(self.model, place, number)
+        for step in given:
             if step not in results:
-                earlier = part_with(self.relay.number, place, step)
+                earlier = part_with(self.model, place, step)
                 if earlier >= 0:
                     self._fill(place, earlier, context)
             self.relay.program.evaluate(step, context, results)
+        root = self.relay.state.part
         tensors = [
-            results[step][piece] if holder is None else holder[name] for holder, name, step, piece in part.sources
+            results[step][piece] if path is None else _tensor_in(root, path, name)
+            for path, name, step, piece in sources
         ]
         wanted = [tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
-        sizes = sizes_of(self.relay.number, part.calls)
+        sizes = sizes_of(self.model, calls)
         groups = [1 if m < 0 else group_count(context.examples, group_size(context.examples, m)) for m in sizes]
-        found = bundle_rows(tensors, groups, wanted, part.number)
-        for i, call in enumerate(part.calls):
+        found = bundle_rows(tensors, groups, wanted, bundle)
+        for i, call in enumerate(calls):
             self.rows[(*kind, call)] = found[i]
-        calls, steps = len(part.calls), len(part.steps)
-        for i, step in enumerate(part.steps):
-            results[step] = Moments(found[calls + i], found[calls + steps + i])
+        for i, step in enumerate(steps):
+            results[step] = Moments(found[len(calls) + i], found[len(calls) + len(steps) + i])
 
     def postpone(self, call: int, moments: Tensor, groups: int, x: Tensor) -> bool:
         """Postpone an update of statistics to the end of the forward. False: there is no model for it.
@@ -222,7 +249,7 @@ class CompiledForward:
         """Update the running statistics of the norms that ran."""
         left = self.left()
         if left is not None:
-            tracking.track(*left, self.relay.number)
+            track(*left, self.model)
 
     def left(self) -> Left | None:
         """The updates that are still to be made. The caller makes them."""

@@ -21,16 +21,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.track import registered as tracking
+from kalmannorm._ops.track.registered import number_of, track
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.compiled_way import CompiledForward, CompiledModel, prepared, track_norms
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
+from kalmannorm._support.compiling import Site, begin_traced, current, end_traced, in_whole_model
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context
+from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments, closed
 
 _OF_THIS_PROCESS = ("state", "bundles", "tables", "number", "compiled", "compiled_for", "compiled_tables", "norms")
@@ -39,8 +41,8 @@ _OF_THIS_PROCESS = ("state", "bundles", "tables", "number", "compiled", "compile
 class Relay:
     """Shared by all norms of a converted model. It is never a part of the state dict."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.program = plan, plan.program
+    def __init__(self, plan: Plan, model: nn.Module | None = None) -> None:
+        self.plan, self.program, self.model = plan, plan.program, WeakModule(model)
         calls = [norm.calls for norm in plan.norms.values()]
         self.readers: dict[int, set[int]] = {}
         self.earlier: dict[int, tuple[int, ...]] = {}
@@ -61,7 +63,7 @@ class Relay:
         self.state = ThreadState()
         self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
-        self.number = tracking.number_of(self)
+        self.number = number_of(self)
         self.compiled: list[CompiledModel] = []  # for each device and dtype
         self.compiled_for: dict[Any, tuple[int, list[Any]]] = {}  # their places, and the steps they were made from
         self.compiled_tables: dict[Any, Any] = {}
@@ -71,6 +73,7 @@ class Relay:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model = WeakModule(None)  # older pickles have no model
         self.__dict__.update(state)
         check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
         self._begin()
@@ -119,13 +122,14 @@ class Relay:
 
     def track_postponed(self) -> None:
         """Make the postponed updates."""
-        if self.state.compiled is not None:  # the last norm did not run
-            self.state.compiled.track()
-            self.state.compiled = None
+        forward = current(self.number)
+        if forward is not None:  # the last norm did not run
+            forward.track()
+        end_traced(self.number)
         left = self.state.left
         if left is not None:
             self.state.left = None
-            tracking.track(*left, self.number)
+            track(*left, self.number)
         if not torch.compiler.is_compiling():
             if self.state.short is not None:
                 self.state.short.track()
@@ -270,11 +274,13 @@ class Relay:
             kept.entering[source] = posterior
         return posterior
 
-    def begin_compiled(self) -> None:
-        """The first norm runs under `torch.compile`. From here on, results are shared within the graph."""
+    def begin_compiled(self, compiles: bool) -> None:
+        """The first norm is traced. From here on, results are shared within the graph.
+
+        `compiles`: by `torch.compile`, not by `torch.export`.
+        """
         self.state.traced = {}
-        traced = self.state.whole and torch.compiler.is_dynamo_compiling()
-        self.state.compiled = CompiledForward(self) if traced else None
+        begin_traced(CompiledForward(self) if compiles and self.state.whole else None)
 
     def end_compiled(self) -> None:
         """The last norm has run under `torch.compile`.
@@ -283,9 +289,10 @@ class Relay:
         tensor, the moments of all norms.
         """
         self.state.traced = None
-        if self.state.compiled is not None:
-            self.state.left = self.state.compiled.left()
-        self.state.compiled = None
+        forward = current(self.number)
+        if forward is not None:
+            self.state.left = forward.left()
+            end_traced(self.number, norms_only=True)
         if self.state.whole:
             self.state.posteriors.clear()
 
@@ -295,7 +302,7 @@ class Relay:
         known = self.compiled_for.get((device, dtype))
         if known is None or not all(map(operator.is_, known[1], steps)):
             bundles = PriorBundles.of(self.plan, None)
-            self.compiled.append(prepared(bundles, Context(device, dtype, {}, 0)))
+            self.compiled.append(prepared(bundles, self.model.module(), Context(device, dtype, {}, 0)))
             known = self.compiled_for[device, dtype] = len(self.compiled) - 1, steps
         return known[0]
 
@@ -348,36 +355,30 @@ class Wire(Complete):
         """Called once per forward of the norm. Returns the index of this call."""
         which = self.relay.call_index(self.calls[0], len(self.calls))
         if self.first[which] and torch.compiler.is_compiling():
-            self.relay.begin_compiled()
+            self.relay.begin_compiled(torch.compiler.is_dynamo_compiling())
         return which
 
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
-        """The whole forward of the norm on the short way, or in compiled code. None if it must take the long way."""
-        if torch.compiler.is_compiling():
-            return self._compile(norm, x, residual, relu)
+        """The whole forward of the norm on the short way. None if it must take the long way."""
         forward = self.relay.state.short
         if forward is None or len(self.calls) > 1 or self.sources[0]:
             return None
         return forward.normalize(self.calls[0], self.targets[0], norm, x, residual, relu)
 
-    def _compile(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
+    def site(self) -> Site | None:
+        """Where the norm is, for compiled code. None if it runs more than once or needs the posteriors of others."""
         if len(self.calls) > 1 or self.sources[0]:
             return None
-        if self.first[0]:
-            self.relay.begin_compiled()
-        forward = self.relay.state.compiled
-        y = None if forward is None else forward.normalize(self.calls[0], norm, x, residual, relu)
-        if y is not None and self.last[0]:
-            self.relay.end_compiled()
-        return y
+        return self.relay.number, self.calls[0], self.first[0], self.last[0]
 
     def postpone_compiled(self, posterior: Moments, observation: Moments, x: Tensor) -> bool:
         """Postpone an update of statistics in compiled code. False: the norm must make it now."""
-        forward = self.relay.state.compiled
+        forward = current(self.relay.number)
         if forward is None:
             return False
         moments = torch.stack([posterior.mean, posterior.var, observation.mean, observation.var])
-        return forward.postpone(self.calls[0], moments.detach().view(-1), moments.shape[1], x)
+        postponed: bool = forward.postpone(self.calls[0], moments.detach().view(-1), moments.shape[1], x)
+        return postponed
 
     def track_first_run(self) -> None:
         """If the norm ran on the short way in this forward, make its update before its next one."""
@@ -429,7 +430,8 @@ class Begin(Complete):
     whole: bool
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.relay.enter(self.whole, module)
+        if self.whole or not in_whole_model():
+            self.relay.enter(self.whole, module)
 
 
 @dataclass
@@ -440,4 +442,5 @@ class End(Complete):
     whole: bool
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        self.relay.leave(self.whole)
+        if self.whole or not in_whole_model():
+            self.relay.leave(self.whole)

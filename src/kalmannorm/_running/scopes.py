@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kalmannorm._running.compiled_way import CompiledForward, Left
+from kalmannorm._running.compiled_way import Left
 from kalmannorm._running.postponed_tracking import PostponedTracking
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment
@@ -50,7 +50,6 @@ class ThreadState(threading.local):
         self.home: Any = None  # the segment in which the forward began
         self.memo: Memo | None = None
         self.traced: Memo | None = None  # the memo while compiling; it must not outlive the graph
-        self.compiled: CompiledForward | None = None  # the traced forward of the whole model
         self.left: Left | None = None  # updates of statistics that a compiled forward leaves to the hook at its end
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}

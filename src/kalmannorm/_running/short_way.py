@@ -68,9 +68,8 @@ class Place:
     def check(self, norm: Any, moments: Tensor) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
         self.tracks, self.changes = norm.track_running_stats, Changes.count
-        self.usable = (
-            norm.takes_short_way() and norm.has_usual_steps() and (not self.tracks or norm.tracks_by_itself(moments))
-        )
+        usual = norm.takes_short_way() and norm._ranks.choice is None and norm.has_usual_steps()
+        self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
         self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
 
 

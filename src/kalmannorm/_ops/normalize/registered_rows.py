@@ -128,11 +128,5 @@ _SCHEMA = (
 register("normalize_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
-def normalize_rows(
-    x: Tensor, rows: Tensor, residual: Tensor | None, statistics_batch_size: int, eps: float, relu: bool
-) -> tuple[Tensor, Tensor]:
-    """y, and the moments: (4, G, C), in one dimension."""
-    found: tuple[Tensor, Tensor] = torch.ops.kalmannorm.normalize_rows(
-        x, rows, residual, statistics_batch_size, eps, relu
-    )
-    return found
+normalize_rows: Callable[..., tuple[Tensor, Tensor]] = torch.ops.kalmannorm.normalize_rows
+"""y, and the moments: (4, G, C), in one dimension."""

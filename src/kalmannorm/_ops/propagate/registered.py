@@ -9,15 +9,16 @@ divided in the graph, because compiled code creates a view in less time than Pyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kalmannorm._names import Names
 from kalmannorm._ops.dispatch import on_device_of
-from kalmannorm._ops.library import Names, below_autograd, register, register_differentiable
+from kalmannorm._ops.library import below_autograd, register, register_differentiable
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
@@ -174,7 +175,5 @@ _SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bo
 register("bundle_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
-def bundle_rows(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
-    """See the op. `wanted` says which tensors need a gradient."""
-    found: list[Tensor] = torch.ops.kalmannorm.bundle_rows(tensors, groups, wanted, number)
-    return found
+bundle_rows: Callable[..., list[Tensor]] = torch.ops.kalmannorm.bundle_rows
+"""`wanted` says which tensors need a gradient."""

@@ -7,13 +7,14 @@ of its norms. So the statistics are no inputs of the graph, and no guard has to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kalmannorm._ops.library import Names, register
+from kalmannorm._names import Names
+from kalmannorm._ops.library import register
 
 
 class Tracker(Protocol):
@@ -58,9 +59,4 @@ _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cud
 register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
-def track(
-    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
-    model: str,
-) -> None:  # fmt: skip
-    """See the op."""
-    torch.ops.kalmannorm.track(ticket, moments, norms, groups, values, examples, model)
+track: Callable[..., None] = torch.ops.kalmannorm.track
