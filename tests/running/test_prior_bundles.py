@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -364,3 +365,64 @@ def test_a_part_without_gradients_leaves_them_to_the_others(one_by_one):
     found = step(model, x)
     assert_same(found, one_by_one(step, model, x))
     assert found["norm2.gain_logit"] is not None and found["norm3.gain_logit"] is not None
+
+
+class Heads(nn.Module):
+    """A trunk and two heads. The gradient of the second does not reach the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+        self.trunk.extend(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+        self.first = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4))
+        self.second = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4))
+
+    def forward(self, x):
+        features = self.trunk(x)
+        return self.first(features).relu().sum(), self.second(features.detach()).square().sum()
+
+
+def heads():
+    return converted(Heads(), (4, 3, 9, 9), statistics_batch_size=2).double(), torch.randn(4, 3, 9, 9).double()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parts_have_backwards_of_their_own(order, monkeypatch):
+    """Their gradients are those of the sum of the losses."""
+    model, x = heads()
+    assert len(bundles(copy.deepcopy(model), x, monkeypatch)) == 1
+    twin = copy.deepcopy(model)
+    losses = model(x)
+    for which in order:
+        losses[which].backward()
+    sum(twin(x)).backward()
+    for (name, found), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_parameter_changed_between_two_backwards():
+    """The second gradient would belong to other weights than the forward."""
+    model, x = heads()
+    first, second = model(x)
+    second.backward()
+    with torch.no_grad():
+        model.second[0].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="before the optimizer"):
+        first.backward()
+
+
+def test_a_backward_frees_the_memory_of_its_bundle(monkeypatch):
+    """Even if the losses are kept."""
+    saved, forward = [], aten.forward
+
+    def watched(*args, **options):
+        made = forward(*args, **options)
+        saved.extend(map(weakref.ref, made.saved))
+        return made
+
+    monkeypatch.setattr(aten, "forward", watched)
+    model, x = heads()
+    losses = model(x)
+    assert saved
+    sum(losses).backward()
+    assert [each for each in saved if each() is not None] == []

@@ -33,6 +33,11 @@ from kalmannorm._wiring.program import Context, Program
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
+CHANGED = (
+    "kalmannorm: a parameter that a prior depends on was modified by an inplace operation after the forward, for "
+    "example by an optimizer; run the forward again before this backward, or call all backwards before the optimizer"
+)
+
 Affine = tuple[Tensor | None, Tensor | None]
 """γ and β."""
 
@@ -282,6 +287,10 @@ class _Bundled(torch.autograd.Function):
     """Returns the rows of all norms (5, G, C), then means and variances of the other results.
 
     A missing gradient is None. Tensors that would get gradients only from missing ones also get None.
+
+    Parts of a model may have backwards of their own, and a bundle may have norms of several parts. So its tensors are
+    not saved as torch saves them, which would allow one backward. What the first backward frees, a second one computes
+    again.
     """
 
     @staticmethod
@@ -300,19 +309,25 @@ class _Bundled(torch.autograd.Function):
         made: Made = run.forward(bundle, tensors, dtype, tensors[0].device, True, known)
         fitting.last = wanted, made.state
         ctx.bundle, ctx.run, ctx.dtype, ctx.groups, ctx.state = bundle, run, dtype, groups, made.state
-        ctx.save_for_backward(*tensors, *made.saved)
+        ctx.tensors, ctx.versions, ctx.kept = tensors, [tensor._version for tensor in tensors], made.saved
         rows, *others = _listed(made)
         return *spread(bundle, rows, groups), *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        bundle, saved = ctx.bundle, ctx.saved_tensors
-        norms, others, given = len(bundle.norms), len(bundle.results) - len(bundle.norms), len(bundle.masks)
-        tensors, kept = saved[:given], saved[given:]
-        nothing, device = [None] * 5, kept[0].device
-        with full_precision(device), on_device_of(kept[0]):
+        bundle, tensors = ctx.bundle, ctx.tensors
+        norms, others = len(bundle.norms), len(bundle.results) - len(bundle.norms)
+        nothing, device = [None] * 5, tensors[0].device
+        if [tensor._version for tensor in tensors] != ctx.versions:
+            raise RuntimeError(CHANGED)
+        with full_precision(device), on_device_of(tensors[0]):
             if torch.is_grad_enabled():
                 return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads)
+            if ctx.kept is None:
+                with torch.no_grad():
+                    made = ctx.run.forward(bundle, tensors, ctx.dtype, device, True)
+                ctx.kept, ctx.state = made.saved, made.state
+            kept, ctx.kept = ctx.kept, None
             asked = asked_of(bundle, ctx.needs_input_grad[5:], grads)
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
