@@ -241,7 +241,7 @@ def test_layers_share_one_noise():
 @pytest.mark.parametrize("per_channel", [False, True], ids=["scalar", "channels"])
 def test_gain_is_learned_and_stays_inside(per_channel):
     layer = BatchKalmanNorm2d(4, 3, per_channel_gain=per_channel)
-    assert layer.gain.shape == ((4,) if per_channel else ())
+    assert layer.gain.shape == ((4,) if per_channel else (1,))
     before = layer.gain.detach().clone()
     optimizer = torch.optim.SGD([layer.gain_logit], lr=0.1)
     (layer(5 + torch.randn(2, 4, 3, 3), previous_moments(1, dtype=torch.float32)).abs().sum()).backward()

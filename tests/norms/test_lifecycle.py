@@ -148,6 +148,19 @@ def test_a_damaged_checkpoint_of_ours_is_still_refused():
         BatchKalmanNorm2d(4, 3).load_state_dict({"weight": torch.ones(4)}, strict=True)
 
 
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+def test_a_gain_without_dimensions_loads(transition):
+    """Up to version 100, gain and noise were numbers. FSDP cannot divide a number."""
+    old, new = (BatchKalmanNorm2d(4, 4, transition=transition, gain=g) for g in (0.3, 0.7))
+    state = old.state_dict()
+    for name in ("gain_logit", "transition.noise"):
+        if name in state:
+            state[name] = state[name].reshape(())
+    new.load_state_dict(state)
+    assert new.gain_logit.shape == (1,)
+    torch.testing.assert_close(new.gain, old.gain)
+
+
 @pytest.mark.parametrize("kind", [GhostBatchNorm2d, BatchKalmanNorm2d])
 def test_a_norm_without_a_prior_loads_into_one_with_a_prior(kind):
     source = kind(4, statistics_batch_size=2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kalmannorm._filter import GAIN_MARGIN, gain_of
 from kalmannorm._norms.distributed import ProcessGroupChoice
 from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting
-from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition
+from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition, give_dimension
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
 from kalmannorm._support.compiling import name_of_norm, normalize_compiled
@@ -159,8 +159,8 @@ class BatchKalmanNorm(GroupedNorm):
         if like is None:
             like = next(t for t in (self.weight, self.running_mean, torch.empty(0)) if t is not None)
         device, dtype = like.device, self.filter_dtype(like.dtype)
-        shape = (self.num_features,) if per_channel_gain else ()
-        self.gain_logit = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        size = self.num_features if per_channel_gain else 1  # one dimension, because FSDP cannot divide a number
+        self.gain_logit = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self._reset_gain()
         if self.transition_kind == "learned":
             self.transition = LearnedTransition(
@@ -230,7 +230,7 @@ class BatchKalmanNorm(GroupedNorm):
 
     @property
     def gain(self) -> Tensor | None:
-        """q in (0, 1), () or (C,), with its gradient. None for a layer without a prior."""
+        """q in (0, 1), (1,) or (C,), with its gradient. None for a layer without a prior."""
         if self.gain_logit is None:
             return None
         return gain_of(self.gain_logit)
@@ -252,6 +252,10 @@ class BatchKalmanNorm(GroupedNorm):
         super().__setattr__(name, value)
         if name in ("wire", "_ranks"):
             self.__dict__["_compiled_name"] = name_of_norm(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        give_dimension(state_dict, prefix + "gain_logit")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_posterior": None}

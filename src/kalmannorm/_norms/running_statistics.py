@@ -41,7 +41,7 @@ _SETTINGS = {
 class TrackedNorm(_NormBase):
     """Base of `GroupedNorm`: its statistics. Each training forward updates them once."""
 
-    _version = 100
+    _version = 101
     """The version of a norm in state dicts (torch's mechanism) and in pickles. Increase it when either changes, and
     upgrade older ones when they are loaded. Torch's batch norms and our oldest norms have version 2."""
     inference_modes: tuple[str, ...] = ()

@@ -54,13 +54,17 @@ class LearnedTransition(nn.Module):
         self._reset_matrix()
         self._lender = [noise] if isinstance(noise, LearnedTransition) else []  # in a list, so it is no child
         if noise is None:
-            self.noise = nn.Parameter(torch.ones((), **options))  # type: ignore[arg-type]
+            self.noise = nn.Parameter(torch.ones(1, **options))  # type: ignore[arg-type]
         elif isinstance(noise, nn.Parameter):
             self.noise = noise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         check_complete(self, ("prior_features", "rank", "_lender"))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        give_dimension(state_dict, prefix + "noise")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _reset_matrix(self) -> None:
         if self.rank is None:
@@ -102,6 +106,13 @@ class LearnedTransition(nn.Module):
 
     def extra_repr(self) -> str:
         return f"prior_features={self.prior_features}" + ("" if self.rank is None else f", rank={self.rank}")
+
+
+def give_dimension(state_dict: dict[str, Any], key: str) -> None:
+    """Up to version 100 of the norms, a gain or a noise was a number without dimensions."""
+    value = state_dict.get(key)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        state_dict[key] = value.reshape(1)
 
 
 def _one_by_one(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, ...]:

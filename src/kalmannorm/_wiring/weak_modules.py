@@ -11,11 +11,21 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def _nothing() -> None:
     return None
+
+
+def check_gathered(tensor: Any, name: str) -> None:
+    """Raise if FSDP holds the tensor in parts now. FSDP2 then has a DTensor in its place, and FSDP1 an empty one."""
+    sharded = isinstance(tensor, Tensor) and (type(tensor).__module__.startswith("torch.distributed"))
+    if sharded or (isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.numel() == 0):
+        raise RuntimeError(
+            f"kalmannorm: a prior reads {name!r} of a layer whose parameters are sharded and not gathered now; shard the "
+            "model as one unit, as fully_shard(model) does, not block by block"
+        )
 
 
 class WeakModule:
@@ -44,7 +54,9 @@ class WeakModule:
         """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
         module = self.module()
         if module is not None:
-            return getattr(module, name)
+            tensor = getattr(module, name)
+            check_gathered(tensor, name)
+            return tensor
         for held in self._tensors:
             if name in held:
                 return held[name]
