@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -250,6 +252,62 @@ def test_options_reach_the_norms():
     assert sum(len(group["params"]) for group in parameter_groups(model, 0.1)) == len(list(model.parameters()))
 
 
+class Head(nn.Sequential):
+    """A part of a model that has a class of its own."""
+
+
+def parted_net():
+    head = Head(nn.Linear(4, 5), nn.BatchNorm1d(5), Head(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+    trunk = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    return nn.Sequential(OrderedDict(trunk=trunk, pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=head))
+
+
+BY_LAYER = {
+    "default": ({"": 2}, [2, 2, 2, 2]),
+    "no default": ({"head": 2}, [None, None, 2, 2]),
+    "prefix": ({"trunk": 4, "": 2}, [4, 4, 2, 2]),
+    "whole batch": ({"trunk": None, "": 2}, [None, None, 2, 2]),
+    "longer names first": ({"trunk.3": 8, "trunk": 4, "head": 2}, [4, 8, 2, 2]),
+    "type of norm": ({nn.BatchNorm1d: 4, "": 2}, [2, 2, 4, 4]),
+    "type of module": ({Head: 4, nn.Sequential: 2}, [2, 2, 4, 4]),
+    "names before types": ({nn.BatchNorm1d: 4, "head.1": 2}, [None, None, 2, 4]),
+    "inner type first": ({nn.BatchNorm1d: 4, Head: 2}, [None, None, 4, 4]),
+    "numpy": ({"": np.int64(2)}, [2, 2, 2, 2]),
+    "empty": ({}, [None] * 4),
+}
+
+
+@pytest.mark.parametrize("to", ["kalman", "ghost", "renorm"])
+@pytest.mark.parametrize(("given", "expected"), BY_LAYER.values(), ids=BY_LAYER.keys())
+def test_statistics_batch_by_layer(given, expected, to):
+    model = convert(parted_net(), image(4), to=to, statistics_batch_size=given)
+    norms = [model.get_submodule(name) for name in ("trunk.1", "trunk.3", "head.1", "head.2.1")]
+    assert [norm.statistics_batch_size for norm in norms] == expected
+    model(image(4)).sum().backward()
+
+
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+def test_groups_by_layer_are_those_of_one_layer(transition):
+    """Each norm uses its own m: with m = None in the trunk and m = 2 in the head, as with these set by hand."""
+    torch.manual_seed(0)
+    net = parted_net()
+    mixed = convert(net, image(4), transition=transition, statistics_batch_size={"head": 2})
+    by_hand = convert(net, image(4), transition=transition)
+    for norm in (by_hand.head[1], by_hand.head[2][1]):
+        norm.statistics_batch_size = 2
+    x = image(4)
+    torch.testing.assert_close(mixed(x), by_hand(x))
+    for name, buffer in mixed.named_buffers():
+        torch.testing.assert_close(buffer, by_hand.get_buffer(name))
+
+
+def test_a_shared_module_may_have_either_name():
+    net = parted_net()
+    net.alias = net.trunk
+    model = convert(net, to="ghost", statistics_batch_size={"alias": 2})
+    assert model.trunk[1].statistics_batch_size == 2
+
+
 def test_untrained_statistics_start_afresh_and_trained_ones_are_carried():
     fresh, used = convert(small_net(), image()), convert(trained(small_net()), image())
     assert fresh[1].values_tracked == 0 and used[1].values_tracked > 1 << 30
@@ -267,6 +325,26 @@ ERRORS = {
     "a shape": (lambda: convert(small_net(), (2, 3, 8, 8)), TypeError, "not a shape"),
     "rank of weights": (lambda: convert(small_net(), image(), rank=2), ValueError, "rank belongs to transition"),
     "groups of a baseline": (lambda: convert(small_net(), to="group", statistics_batch_size=2), ValueError, "'ghost'"),
+    "unknown part": (
+        lambda: convert(parted_net(), image(), statistics_batch_size={"haed": 2, nn.BatchNorm3d: 2, "head": 2, 3: 1}),
+        ValueError,
+        r"keys without a norm in Sequential: 'haed', BatchNorm3d, 3; did you mean 'head'\?",
+    ),
+    "part without norms": (
+        lambda: convert(parted_net(), to="ghost", statistics_batch_size={"pool": 2}),
+        ValueError,
+        "keys without a norm in Sequential: 'pool'",
+    ),
+    "m of a part": (
+        lambda: convert(parted_net(), image(), statistics_batch_size={"head": 0}),
+        ValueError,
+        r"statistics_batch_size\['head'\] must be at least 1, got 0",
+    ),
+    "example without m in a part": (
+        lambda: convert(parted_net(), image(), statistics_batch_size={"head": 2}, inference="example"),
+        ValueError,
+        "'trunk.1': .*statistics_batch_size=None",
+    ),
     "not a model": (lambda: convert(small_net), TypeError, "must be a torch.nn.Module"),
     "itself a norm": (lambda: convert(nn.BatchNorm2d(3), image()), ValueError, "itself a BatchNorm2d"),
     "compiled": (lambda: convert(torch.compile(small_net()), image()), TypeError, "wrapped by torch.compile"),

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
+from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
 from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
@@ -48,7 +49,7 @@ def convert(
     example_input: Any = None,
     *,
     to: Target = "kalman",
-    statistics_batch_size: int | None = None,
+    statistics_batch_size: StatisticsBatch = None,
     transition: Literal["weights", "learned"] = "weights",
     inplace: bool = False,
     **options: Any,
@@ -67,7 +68,11 @@ def convert(
         to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "group" (GroupNorm with the largest
             divisor of the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns
             norms of this library back, as `to_batchnorm` does.
-        statistics_batch_size: m, the number of examples in a group. None takes the whole batch as one group.
+        statistics_batch_size: m, the number of examples in a group. None takes the whole batch as one group. m counts
+            the rows of each norm's own input: a box head gets one row per box, and frames may be folded into the batch.
+            A dict sets m by layer, as in {"roi_heads": 512, nn.BatchNorm1d: None, "": 2}. A key is the name of a
+            module (all norms inside it), a class of norms or of modules, or "" for all other norms (default None). The
+            most specific key counts; names count before classes.
         transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it.
             "learned" is the paper's transition, a learned matrix on their posteriors. It adds parameters.
         inplace: convert this model instead of a copy.
@@ -84,13 +89,14 @@ def convert(
         if not inplace:
             model = _copied(model)
         found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
+        sizes = statistics_batches(model, {name: module for name, (module, _) in found.items()}, statistics_batch_size)
         plan = make_plan(model, example_input, _traced(model), transition) if to == "kalman" else None
         fresh: dict[str, nn.Module] = {}
         for name, (module, kind) in found.items():  # check all of them before changing any
             try:
                 if to in GROUPED:
                     norm_plan = plan.norms[name] if plan else None
-                    fresh[name] = fresh_grouped(module, kind, to, statistics_batch_size, options, norm_plan)
+                    fresh[name] = fresh_grouped(module, kind, to, sizes[name], options, norm_plan)
                     vars(fresh[name])["_layer_name"] = LayerName.of(f"layer {name!r}")
                 else:
                     fresh[name] = fresh_other(module, kind, to, options)
@@ -193,7 +199,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 def _check_arguments(
-    model: nn.Module, example_input: Any, to: str, size: int | None, transition: str, options: dict[str, Any]
+    model: nn.Module, example_input: Any, to: str, size: StatisticsBatch, transition: str, options: dict[str, Any]
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -208,10 +214,9 @@ def _check_arguments(
         )
     if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
         raise TypeError(f"example_input must be the model's input, not a shape: torch.randn({example_input})")
-    if size is not None:
-        positive_int("statistics_batch_size", size)
-        if to not in GROUPED:
-            raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")
+    sizes = check_statistics_batch(size)
+    if size is not None and to not in GROUPED:
+        raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")
     unknown = sorted(set(options) - _OPTIONS[to])
     if unknown:
         allowed = ["statistics_batch_size", "transition", "inplace", *sorted(_OPTIONS[to])]
@@ -222,10 +227,12 @@ def _check_arguments(
     if to == "kalman" and transition == "weights" and learned:
         raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
     # The constructor of the norm checks the options before anything changes.
-    if to == "kalman":
-        GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=size, **options)
-    elif to in GROUPED:
-        GROUPED[to][0](1, statistics_batch_size=size, **options)
+    if to in GROUPED:
+        for each in sizes or [None]:
+            if to == "kalman":
+                GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=each, **options)
+            else:
+                GROUPED[to][0](1, statistics_batch_size=each, **options)
     elif "num_groups" in options:
         positive_int("num_groups", options["num_groups"])
 
