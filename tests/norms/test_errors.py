@@ -148,7 +148,27 @@ CALLS = {
     "example without m": (
         lambda: BatchKalmanNorm2d(3, inference="example"),
         ValueError,
-        "got statistics_batch_size=None; give statistics_batch_size=m",
+        r"statistics_batch_size=None.*set_inference\(model, 'example', statistics_batch_size=m\)",
+    ),
+    "m of population": (
+        lambda: set_inference(nn.Sequential(BatchKalmanNorm2d(3)), "population", statistics_batch_size=2),
+        ValueError,
+        "layer '0': statistics_batch_size must be None for inference='population', got 2",
+    ),
+    "m of example, 0": (
+        lambda: set_inference(nn.Sequential(BatchKalmanNorm2d(3)), "example", statistics_batch_size=0),
+        ValueError,
+        "statistics_batch_size must be at least 1, got 0",
+    ),
+    "m of example, float": (
+        lambda: BatchKalmanNorm2d(3).set_inference("example", statistics_batch_size=2.0),
+        TypeError,
+        "statistics_batch_size must be an int, got 2.0",
+    ),
+    "m of example, key": (
+        lambda: set_inference(nn.Sequential(BatchKalmanNorm2d(3)), "example", statistics_batch_size={"1": 2}),
+        ValueError,
+        "keys without a norm in Sequential: '1'",
     ),
     "example with full": (
         lambda: BatchKalmanNorm2d(3, statistics_batch_size=2, covariance="full", inference="example"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -126,6 +128,47 @@ def test_inference_in_half_precision():
         expected, actual = net(x), half(x.bfloat16())
         assert actual.dtype == torch.bfloat16
         assert ((actual.float() - expected).norm() / expected.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+def test_example_after_training_on_small_batches_as_they_are(make):
+    """Batches of 2 that are one group each, then m = 2 for inference: as with groups of 2 from the beginning."""
+    torch.manual_seed(0)
+    grouped, whole = Net(2), Net(None)
+    whole.load_state_dict(grouped.state_dict())
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(2, 3, 7, 6) + torch.randn(2, 3, 1, 1)
+            grouped(x), whole(x)
+    x = torch.randn(5, 3, 7, 6)
+    set_inference(grouped.eval(), "example")
+    with pytest.raises(ValueError, match=r"set_inference\(model, 'example', statistics_batch_size=m\)"):
+        set_inference(whole.eval(), "example")
+    set_inference(whole, "example", statistics_batch_size=2)
+    torch.testing.assert_close(whole(x), grouped(x), rtol=0, atol=0)
+    again = make(whole)
+    set_inference(again, "population")
+    set_inference(again, "example")  # m was kept
+    torch.testing.assert_close(again(x), grouped(x), rtol=0, atol=0)
+    set_inference(again, "example", statistics_batch_size=4)
+    assert (again(x) - grouped(x)).abs().max() > 1e-3
+
+
+def test_m_of_example_inference_does_not_change_training_or_batch():
+    layer, x = BatchKalmanNorm2d(3), torch.randn(6, 3, 4, 4)
+    set_inference(layer, "example", statistics_batch_size=2)
+    torch.testing.assert_close(layer(x), F.batch_norm(x, None, None, training=True))
+    set_inference(layer.eval(), "batch")
+    torch.testing.assert_close(layer(x), F.batch_norm(x, None, None, training=True))
+    assert "statistics_batch_size=None" in repr(layer)
+    assert "example_batch_size=2" in repr(layer)
+
+
+def test_m_of_example_inference_by_layer():
+    model = nn.Sequential(BatchKalmanNorm2d(3), nn.Sequential(BatchKalmanNorm2d(3, statistics_batch_size=4)))
+    set_inference(model, "example", statistics_batch_size={"0": 2})
+    assert (model[0].example_batch_size, model[1][0].example_batch_size) == (2, None)
+    assert [norm.inference for norm in (model[0], model[1][0])] == ["example"] * 2
 
 
 def test_set_inference_sets_all_or_none():

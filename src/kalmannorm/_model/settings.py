@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._norms.grouped import GroupedNorm, Inference
 
 
@@ -31,21 +32,28 @@ def named(layers: list[str]) -> str:
     return ", ".join(layers[:5]) + (", …" if len(layers) > 5 else "")
 
 
-def set_inference(model: nn.Module, mode: Inference) -> None:
+def set_inference(model: nn.Module, mode: Inference, *, statistics_batch_size: StatisticsBatch = None) -> None:
     """Choose what every norm of the model uses in `eval()`. If one norm cannot use the mode, none is changed.
 
     "population": the running averages. Equals a BatchNorm and can be folded.
     "batch": the posterior of groups of m test examples.
     "example": the posterior of a virtual group of this example and m - 1 average examples. Independent of the batch.
+
+    `statistics_batch_size` is m for "example". Use it if the model has no statistics batch because it was trained on
+    small batches as they are: after training in batches of 2, give 2. It may be a dict, as in `convert`. m counts rows
+    of each norm's input. The norms keep m until another m is given. Copies and pickles contain it, but state dicts do
+    not. Training and "batch" do not use it. None: m that was given before, or else the statistics batch of training.
     """
     found = require_norms(model, "set_inference")
+    check_statistics_batch(statistics_batch_size)
+    sizes = statistics_batches(model, dict(found), statistics_batch_size)
     for name, norm in found:
         try:
-            norm.check_inference(mode)
+            norm.check_inference(mode, sizes[name])
         except ValueError as error:
             raise ValueError(f"set_inference: layer {name or '(the model itself)'!r}: {error}") from None
-    for _, norm in found:
-        norm.set_inference(mode)
+    for name, norm in found:
+        norm.set_inference(mode, statistics_batch_size=sizes[name])
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:

@@ -61,6 +61,8 @@ class GroupedNorm(TrackedNorm):
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children that are applied to the result, in order. A converted norm class had them after normalizing."""
+    example_batch_size: int | None = None
+    """m of `example` inference. None: the statistics batch of training."""
     _layer_name: LayerName = LayerName("a norm", 0)
     """Its name in the converted model, or a description. Errors about several ranks show it."""
 
@@ -96,6 +98,7 @@ class GroupedNorm(TrackedNorm):
         self.frozen = False
         self._register_statistics(device, self.filter_dtype(dtype))
         self.inference: Inference = "population"
+        self.example_batch_size = None
         self.set_inference(inference)
 
     @property
@@ -111,24 +114,43 @@ class GroupedNorm(TrackedNorm):
     def check_process_group(self, choice: ProcessGroupChoice) -> None:
         """Raise if this norm cannot join the observations of ranks."""
 
-    def set_inference(self, mode: Inference) -> None:
-        """Choose the statistics that `eval()` normalizes with: "population", "batch" or "example"."""
-        self.check_inference(mode)
+    def set_inference(self, mode: Inference, *, statistics_batch_size: int | None = None) -> None:
+        """Choose the statistics that `eval()` normalizes with: "population", "batch" or "example".
+
+        `statistics_batch_size` is m of `example` inference. Training does not change. The layer keeps the number until
+        another one is given. None: the number that was given before, or else the layer's own `statistics_batch_size`.
+        """
+        self.check_inference(mode, statistics_batch_size)
+        if statistics_batch_size is not None:
+            self.example_batch_size = positive_int("statistics_batch_size", statistics_batch_size)
         self.inference = mode
 
-    def check_inference(self, mode: str) -> None:
+    def check_inference(self, mode: str, statistics_batch_size: int | None = None) -> None:
+        """Raise if this norm cannot use the mode."""
         if mode not in self.inference_modes:
             choices = ", ".join(repr(choice) for choice in self.inference_modes)
             family = type(self).__name__.removesuffix("d").rstrip("123")  # `convert` checks one class for 1d, 2d and 3d
             raise ValueError(f"inference of {family} must be one of {choices}, got {mode!r}")
+        if statistics_batch_size is not None:
+            positive_int("statistics_batch_size", statistics_batch_size)
+            if mode != "example":
+                raise ValueError(
+                    f"statistics_batch_size must be None for inference={mode!r}, got {statistics_batch_size}; only "
+                    "'example' uses it"
+                )
         if mode == "example":
-            if self.statistics_batch_size is None:
+            if statistics_batch_size is None and self._example_size() is None:
                 raise ValueError(
                     "inference='example' needs the statistics batch of training: got statistics_batch_size=None; "
-                    "give statistics_batch_size=m to the layer"
+                    "after training in batches of m examples call kalmannorm.set_inference(model, 'example', "
+                    "statistics_batch_size=m), or build the layer with statistics_batch_size=m"
                 )
             if not self.track_running_stats:
                 raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
+
+    def _example_size(self) -> int | None:
+        """m of `example` inference."""
+        return self.statistics_batch_size if self.example_batch_size is None else self.example_batch_size
 
     def _forward(
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
@@ -300,19 +322,20 @@ class GroupedNorm(TrackedNorm):
     ) -> tuple[Tensor, Moments]:
         self.check_inference("example")
         prior, gain = self._predict(previous, x.shape[0])
-        if prior is None and self.statistics_batch_size == 1:
+        size = self._example_size()
+        if prior is None and size == 1:
             check_enough_values(x, 1)
         assert self.observed_mean is not None and self.observed_var is not None
-        assert self.statistics_batch_size is not None
+        assert size is not None
         average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))
         if plainly():
-            observation = among_average(exportable.observe_examples(x), average, self.statistics_batch_size)
+            observation = among_average(exportable.observe_examples(x), average, size)
             posterior = exportable.posterior_of(prior, observation, gain)
             y = exportable.apply(x, posterior, self.weight, self.bias, 1, self.eps)
         else:
             if torch.is_grad_enabled():  # DDP may overwrite its buffers before the backward
                 average = Moments(average.mean.clone(), average.var.clone())
-            expected, trust = expected_of_example(prior, gain, average, self.statistics_batch_size)
+            expected, trust = expected_of_example(prior, gain, average, size)
             y, posterior, _ = normalize(
                 x, expected, trust, self.weight, self.bias,
                 statistics_batch_size=1, eps=self.eps, residual=residual, relu=relu,
@@ -325,7 +348,10 @@ class GroupedNorm(TrackedNorm):
     def extra_repr(self) -> str:
         parts = [str(self.num_features), f"statistics_batch_size={self.statistics_batch_size}"]
         parts += self._repr_parts()
-        parts += [f"inference={self.inference!r}", f"eps={self.eps}", f"momentum={self.momentum}"]
+        parts.append(f"inference={self.inference!r}")
+        if self.example_batch_size is not None:
+            parts.append(f"example_batch_size={self.example_batch_size}")
+        parts += [f"eps={self.eps}", f"momentum={self.momentum}"]
         parts += [
             f"{name}=False" for name in ("affine", "track_running_stats", "total_variance") if not getattr(self, name)
         ]

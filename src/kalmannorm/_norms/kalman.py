@@ -205,8 +205,8 @@ class BatchKalmanNorm(GroupedNorm):
         if choice is not None and self.covariance == "full":
             raise ValueError("process_group must be None with covariance='full'; join ranks with covariance='diagonal'")
 
-    def check_inference(self, mode: str) -> None:
-        super().check_inference(mode)
+    def check_inference(self, mode: str, statistics_batch_size: int | None = None) -> None:
+        super().check_inference(mode, statistics_batch_size)
         if mode == "example" and self.covariance == "full":
             raise ValueError(
                 "inference='example' needs covariance='diagonal', got covariance='full'; use the diagonal, or 'batch' "
