@@ -1,7 +1,8 @@
 """Groups of neighbouring examples that share their statistics, and moments of groups from moments of examples.
 
 A batch of N examples has G = ceil(N / m) groups of m neighbouring examples. The last group may be smaller. With m = 0
-the whole batch is one group.
+the whole batch is one group. If the last group has one value per channel and no prior, it joins the group before it.
+Then both have the same row of moments, and there are still G rows. So shares of groups stay the same too.
 
 No function here depends on the values of a tensor.
 """
@@ -33,6 +34,12 @@ def group_size(examples: int, statistics_batch_size: int | None) -> int:
 
 def group_count(examples: int, size: int) -> int:
     return (examples + size - 1) // size
+
+
+def lone_last(x: Tensor, size: int) -> bool:
+    """Whether the last of several groups has one value per channel, and only the last one. Its variance is 0."""
+    examples, *positions = x.shape[0], *x.shape[2:]
+    return size > 1 and all(n == 1 for n in positions) and examples % size == 1 and examples > size
 
 
 def group_sizes(examples: int, size: int, like: Tensor) -> Tensor | int:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kalmannorm._groups import cast, group_size, statistics_dtype
+from kalmannorm._groups import cast, group_size, lone_last, statistics_dtype
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.normalize import exportable, registered
 from kalmannorm._support.checks import (
@@ -39,7 +39,8 @@ def normalize(
     γ and β are (C,), or (G, C) with one row per group.
     """
     size = statistics_batch_size
-    if transformed():
+    # The op has no groups of m + 1 examples. Such an x has one value per example and channel, so it is small.
+    if transformed() or (prior is None and lone_last(x, group_size(x.shape[0], size))):
         return exportable.normalize(
             x, prior, gain, weight, bias, statistics_batch_size=size, eps=eps, residual=residual, relu=relu
         )
@@ -54,10 +55,16 @@ def normalize(
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
 
-def observe(x: Tensor, statistics_batch_size: int | None) -> Moments:
-    """Mean and biased variance of each group, (G, C), in float32 or float64."""
+def observe(x: Tensor, statistics_batch_size: int | None, *, join_last: bool) -> Moments:
+    """Mean and biased variance of each group, (G, C), in float32 or float64.
+
+    `join_last`: a last group of one value per channel joins the group before it, as without a prior.
+    """
+    size = group_size(x.shape[0], statistics_batch_size)
+    if join_last and lone_last(x, size):
+        return exportable.observe_joined(x, size)
     if transformed():
-        return exportable.observe_groups(x, group_size(x.shape[0], statistics_batch_size))
+        return exportable.observe_groups(x, size)
     return Moments(
         *registered.observe(x.contiguous(memory_format=registered.memory_format_of(x)), statistics_batch_size or 0)
     )
@@ -84,7 +91,8 @@ def batch_kalman_norm(
             tensor are not checked. The gain is ignored if there is no prior.
         weight, bias: γ, β of shape (C,), or None.
         statistics_batch_size: m, examples per group. None: the whole batch is one group. The last group is smaller
-            if m does not divide N.
+            if m does not divide N. Without a prior, a last group of one value per channel joins the group before it.
+            Then the last two rows of the posterior are equal.
         covariance: "full" keeps (G, C, C) covariances in the moments. Normalization still uses their diagonal.
         residual: a tensor with the shape and dtype of x. It is added to the result.
         relu: whether a ReLU is applied in the same pass. x is kept for the backward. y is also kept if there is a

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kalmannorm import (
     BatchKalmanNorm1d,
     BatchKalmanNorm2d,
+    BatchRenorm1d,
     BatchRenorm2d,
     GhostBatchNorm1d,
     GhostBatchNorm2d,
@@ -208,9 +209,21 @@ def without_company(rank):
 
 def lonely_value(rank):
     """Group 1 holds one value, on rank 0 alone: both ranks must hear of it, or one would wait for ever."""
-    layer = BatchKalmanNorm1d(C, statistics_batch_size=2, process_group="world")
-    with pytest.raises(ValueError, match="number 1, with one value per channel over all 2 ranks"):
-        layer(torch.randn(3 - rank, C))
+    layer = BatchKalmanNorm1d(C, statistics_batch_size=1, process_group="world")
+    with pytest.raises(ValueError, match=r"number 1, with one value per channel over all 2 ranks.*Use 2 or more"):
+        layer(torch.randn(2 - rank, C))
+
+
+LONE = {"rank 0 has more": (5, 3), "rank 1 has more": (4, 5), "one group": (3, 1)}
+
+
+def lone_last(rank, kind, sizes):
+    """The last group holds one value, on one rank alone. It joins the group before it."""
+    layer = kind(C, statistics_batch_size=2, process_group="world", dtype=F64, momentum=None)
+    x = leaf(random(rank, sizes[rank], C))
+    y = layer(x)
+    (y * random(10 + rank, sizes[rank], C)).sum().backward()
+    return y.detach(), x.grad, dict(layer.named_buffers())
 
 
 def small_net(m, group):
@@ -322,6 +335,8 @@ SCENARIOS = {
     "overflow": overflowing,
     "alone": without_company,
     "lonely value": lonely_value,
+    **{f"lone last, {name}": partial(lone_last, kind=BatchKalmanNorm1d, sizes=sizes) for name, sizes in LONE.items()},
+    **{f"renorm, {name}": partial(lone_last, kind=BatchRenorm1d, sizes=sizes) for name, sizes in LONE.items()},
     "non-reentrant": partial(checkpointed, reentrant=False),
     "reentrant": partial(checkpointed, reentrant=True),
     "penalty": joined_penalty,
@@ -366,6 +381,29 @@ def test_two_ranks_are_one_process_on_the_joined_batch(ranks, name):
         assert torch.equal(*values), f"{buffer} differs between ranks"
         if buffer != "num_batches_tracked" or not case.by_group:
             same(values[0], expected, buffer)
+
+
+@pytest.mark.parametrize("kind", ["lone last", "renorm"])  # Batch Renorm starts as batch norm
+@pytest.mark.parametrize(("name", "sizes"), LONE.items(), ids=LONE.keys())
+def test_a_last_group_of_one_value_over_all_ranks_joins_the_group_before_it(ranks, name, sizes, kind):
+    actual = [rank[f"{kind}, {name}"] for rank in ranks]
+    x = [leaf(random(rank, size, C)) for rank, size in enumerate(sizes)]
+    last = max(sizes) // 2 - 1  # the number of the last group, after joining
+    loss = 0
+    for g in range(last + 1):
+        of = slice(2 * g, None if g == last else 2 * g + 2)
+        group = torch.cat([part[of] for part in x])
+        y = nn.functional.batch_norm(group, None, None, training=True)
+        same(torch.cat([part[of] for part, *_ in actual]), y.detach(), f"group {g}")
+        loss = loss + (y * torch.cat([random(10 + r, size, C)[of] for r, size in enumerate(sizes)])).sum()
+    loss.backward()
+    for rank in range(2):
+        same(actual[rank][1], x[rank].grad, "gradient of x")
+    if kind == "lone last":
+        values = torch.cat(x).detach()
+        same(actual[0][2]["running_mean"], values.mean(0))
+        same(actual[0][2]["running_var"], values.var(0, correction=0))
+    assert all(torch.equal(actual[0][2][name], buffer) for name, buffer in actual[1][2].items())
 
 
 @pytest.mark.parametrize("where", ["nan", "nan prior"])

@@ -75,14 +75,18 @@ CALLS = {
     "one value": (
         lambda: batch_kalman_norm(ONE, None, None, None, None, statistics_batch_size=1),
         ValueError,
-        "one value per channel.*prior.*statistics_batch_size",
+        "^with statistics_batch_size=1.*one value per channel.*Use 2 or more.*or give a prior",
     ),
-    "one value, last group": (
-        lambda: BatchKalmanNorm1d(3, statistics_batch_size=2)(torch.randn(5, 3)),
+    "one value, layer": (
+        lambda: GhostBatchNorm2d(3)(ONE[:1]),
         ValueError,
-        "one value per channel",
+        r"^a GhostBatchNorm2d\(3\): x of shape \(1, 3, 1, 1\) has one value per channel.* Use at least two examples\.$",
     ),
-    "one value, layer": (lambda: GhostBatchNorm2d(3)(ONE[:1]), ValueError, "one value per channel"),
+    "one value, one example": (
+        lambda: BatchKalmanNorm1d(3, statistics_batch_size=2)(torch.randn(1, 3)),
+        ValueError,
+        "one value per channel.* Use at least two examples",
+    ),
     "one value, full": (
         lambda: BatchKalmanNorm2d(3, statistics_batch_size=1, covariance="full", inference="batch").eval()(ONE),
         ValueError,

@@ -134,7 +134,7 @@ class BatchRenorm(GroupedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments, Moments]:
         with torch.no_grad():
-            observation = observe(x, self.statistics_batch_size)
+            observation = observe(x, self.statistics_batch_size, join_last=True)
         affine, size = self._affine(observation), self.statistics_batch_size
         return normalize(x, None, None, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu)
 
@@ -142,7 +142,7 @@ class BatchRenorm(GroupedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None
     ) -> tuple[Tensor, Moments, Moments]:
         size = group_size(x.shape[0], self.statistics_batch_size)
-        observation = exportable.observe_groups(x, size)
+        observation = exportable.observe_joined(x, size)
         return exportable.apply(x, observation, *self._affine(observation), size, self.eps), observation, observation
 
     def _averages(self) -> Kind:

@@ -214,10 +214,14 @@ def normalize_jointly(
     """
     groups = count_groups(x, statistics_batch_size, rank_group, prior=prior is not None)
     run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
-    seen = observe(x, statistics_batch_size)
-    joint = join(x, seen, group_size(x.shape[0], statistics_batch_size), groups, rank_group)
-    rows = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    size = group_size(x.shape[0], statistics_batch_size)
+    rows = group_count(x.shape[0], size)
+    joined = rows > groups  # this rank's last group is the only one with this number, and has one value
+    seen = observe(x, statistics_batch_size, join_last=joined)
+    joint = join(x, seen, size, groups, rank_group)
     observation = Moments(joint.moments.mean[:rows], joint.moments.var[:rows])
+    if joined:
+        observation = Moments(*(torch.cat([part, part[-1:]]) for part in observation[:2]))
     posterior = exportable.posterior_of(prior, observation, gain)
     almost_none = torch.full_like(posterior.mean[0, 0], torch.finfo(posterior.mean.dtype).eps ** 3)
     y, _, _ = run(posterior, almost_none, *affine(observation))
@@ -240,12 +244,16 @@ def join(x: Tensor, local: Moments, size: int, groups: int, rank_group: RankGrou
     positions = x.numel() // (x.shape[0] * x.shape[1])
     counts = torch.full_like(local.mean[:, :1], positions, dtype=torch.float64)  # exact up to 2^53
     counts = counts * group_sizes(x.shape[0], size, counts)
+    if counts.shape[0] > groups:  # the last group has joined the group before it
+        counts = torch.cat([counts[:-2], counts[-2:].sum(0, keepdim=True)])
+        local = Moments(local.mean[:-1], local.var[:-1])
     mean, var, all_counts = _Join.apply(local.mean, local.var, counts, groups, rank_group)  # type: ignore[no-untyped-call]
     return Joint(Moments(mean, var), all_counts, rank_group)
 
 
 def count_groups(x: Tensor, statistics_batch_size: int | None, rank_group: RankGroup, *, prior: bool) -> int:
-    """Number of joint groups. Without a prior each must hold two values per channel.
+    """Number of joint groups. Without a prior each must hold two values per channel, so a last one of one value per
+    channel joins the group before it, and is not counted.
 
     All ranks exchange their shapes, so if one rank must raise, all raise. If the whole batch is one group, no exchange
     is needed, because two ranks always hold two values.
@@ -260,11 +268,13 @@ def count_groups(x: Tensor, statistics_batch_size: int | None, rank_group: RankG
     groups = max(group_count(examples, m) for examples, _ in shapes)
     for g in range(0 if prior else groups):
         if sum(min(max(examples - g * m, 0), m) * positions for examples, positions in shapes) == 1:
+            if m > 1 and g > 0:  # all groups before are full on one rank, so g is the last
+                return g
+            enough = "2 or more as statistics_batch_size (`convert` can set it by layer)" if m == 1 else "more examples"
             raise ValueError(
                 f"{rank_group.place.name}: x in statistics batches of {m} has a group, number {g}, with one value per "
-                f"channel over all {len(shapes)} ranks of process_group. Without a prior such a group has no "
-                "variance. Use a prior (prior_features and `previous`), raise statistics_batch_size, or drop the "
-                "last, smaller batch."
+                f"channel over all {len(shapes)} ranks of process_group, and there is no prior. The variance of one "
+                f"value is 0. Use {enough}."
             )
     return groups
 

@@ -64,7 +64,7 @@ class GroupedNorm(TrackedNorm):
     example_batch_size: int | None = None
     """m of `example` inference. None: the statistics batch of training."""
     _layer_name: LayerName = LayerName("a norm", 0)
-    """Its name in the converted model, or a description. Errors about several ranks show it."""
+    """Its name in the converted model, or a description. Errors show it."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments]:
         if prior is None:
-            check_enough_values(x, self.statistics_batch_size)
+            check_enough_values(x, self.statistics_batch_size, self)
         y, posterior, observation = self._normalize(x, prior, gain, residual, relu)
         if self.track_running_stats and not recomputing():
             self._track_batch(posterior, observation, x, group_size(x.shape[0], self.statistics_batch_size))
@@ -303,7 +303,7 @@ class GroupedNorm(TrackedNorm):
     ) -> tuple[Tensor, Moments]:
         prior, gain = self._predict(previous, self._groups(x))
         if prior is None and not exporting():
-            check_enough_values(x, self.statistics_batch_size)
+            check_enough_values(x, self.statistics_batch_size, self)
         if plainly():
             y, posterior, _ = self._normalize_plainly(x, prior, gain)
         else:
@@ -324,7 +324,7 @@ class GroupedNorm(TrackedNorm):
         prior, gain = self._predict(previous, x.shape[0])
         size = self._example_size()
         if prior is None and size == 1:
-            check_enough_values(x, 1)
+            check_enough_values(x, 1, self)
         assert self.observed_mean is not None and self.observed_var is not None
         assert size is not None
         average = Moments(self.observed_mean, self.observed_var).to(statistics_dtype(x))

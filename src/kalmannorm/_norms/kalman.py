@@ -61,6 +61,8 @@ class BatchKalmanNorm(GroupedNorm):
         num_features: channels C of x.
         prior_features: channels P of the layer before. None: there is no layer before, and A, q and r do not exist.
         statistics_batch_size: m, the number of neighbouring examples in a group. None: the whole batch is one group.
+            The last group may be smaller. Without a prior, a last group of one value per channel joins the group before
+            it.
         transition: "learned" computes the prior from `previous` with A and r. "identity" and "weights" use `previous`
             as the prior itself, so P = C. For "weights" it is a belief, propagated with `kalmannorm.moments`.
         gain: initial q in (0, 1), the weight of the observation. q is learned. A sigmoid keeps it inside (0, 1).

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._groups import group_count, group_size, statistics_dtype
+from kalmannorm._groups import group_count, group_size, lone_last, statistics_dtype
 from kalmannorm._ops.normalize.registered_rows import normalize_rows
 from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
 from kalmannorm._ops.track.registered import find, track
@@ -181,11 +181,13 @@ class CompiledForward:
             return None
         if norm.track_running_stats and norm._pending is not None:
             return None
+        if norm.gain_logit is None:
+            check_enough_values(x, norm.statistics_batch_size, norm)
+            if lone_last(x, norm.statistics_batch_size or 0):
+                return None
         rows = self._rows(call, norm, x)
         if rows is None:
             return None
-        if norm.gain_logit is None:
-            check_enough_values(x, norm.statistics_batch_size)
         y, moments = normalize_rows(x, rows, residual, norm.statistics_batch_size or 0, norm.eps, relu)
         if norm.track_running_stats:
             self.postpone(call, moments, rows.shape[1], x)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kalmannorm._groups import statistics_dtype
+from kalmannorm._groups import lone_last, statistics_dtype
 from kalmannorm._ops.dispatch import row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
@@ -219,7 +219,9 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
     if kind is None:
         return None
     if norm.gain_logit is None:
-        check_enough_values(x, norm.statistics_batch_size)
+        check_enough_values(x, norm.statistics_batch_size, norm)
+        if lone_last(x, norm.statistics_batch_size or 0):
+            return None
     kernels: RowKernels = kind(
         x, norm.statistics_batch_size or 0, norm.eps, residual=residual is not None, relu=relu, pitch=block.part.pitch
     )

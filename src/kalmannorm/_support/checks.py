@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,17 +83,23 @@ def check_input(x: Tensor) -> None:
         raise ValueError(f"x must hold at least one value per channel, got an empty batch of shape {tuple(x.shape)}")
 
 
-def check_enough_values(x: Tensor, statistics_batch_size: int | None) -> None:
-    """Raise if a group has one value per channel. Without a prior its variance is 0, and its output is β for all x."""
+def check_enough_values(x: Tensor, statistics_batch_size: int | None, layer: Any = None) -> None:
+    """Raise if a group has one value per channel. Without a prior its variance is 0, and its output is β for all x.
+
+    Only the first group matters: a smaller last group joins the group before it. `layer` is the norm that gets x.
+    """
     N = x.shape[0]
-    size = group_size(N, statistics_batch_size)
-    smallest = N % size or size if size < N else N
-    if smallest * (x.numel() // (N * x.shape[1])) == 1:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} in statistics batches of {size} has a group with one value per channel. "
-            "Without a prior such a group has no variance. Use a prior (kalmannorm.convert to 'kalman', or "
-            "prior_features and `previous`), raise statistics_batch_size, or drop the last, smaller batch."
-        )
+    if min(group_size(N, statistics_batch_size), N) * (x.numel() // (N * x.shape[1])) > 1:
+        return
+    where = "" if layer is None else f"{layer._layer_name.name}: "
+    given, enough = "", "Use at least two examples"
+    if statistics_batch_size == 1:
+        given = "with statistics_batch_size=1, "
+        enough = "Use 2 or more (`convert` can set it by layer), and at least two examples"
+    raise ValueError(
+        f"{where}{given}x of shape {tuple(x.shape)} has one value per channel in a group, and there is no prior. The "
+        f"variance of one value is 0. {enough}{', or give a prior' if layer is None else ''}."
+    )
 
 
 def check_prior(prior: Moments, x: Tensor, statistics_batch_size: int | None) -> None:

@@ -40,7 +40,7 @@ def attack_layer(kind: str, case: Case, dice: random.Random, call: str, found: C
     if kind != "kalman":
         case = case._replace(prior=None, gain=None)
     if case.prior is None and positions == 1 in (min(case.size, case.x.shape[0]), case.x.shape[0] % case.size):
-        return  # one value is no variance, and the layer says so
+        return  # one value has no variance: the layer raises, or the value joins the group before it
     layer = draw_layer(kind, case, dice)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     none = torch.zeros_like(case.grads[1])

@@ -6,11 +6,14 @@ program does not need this library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kalmannorm import _filter as kalman
-from kalmannorm._groups import expand_groups, group_size, merge_examples, statistics_dtype
+from kalmannorm._groups import expand_groups, group_size, lone_last, merge_examples, statistics_dtype
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
@@ -24,6 +27,21 @@ def observe_examples(x: Tensor) -> Moments:
 
 def observe_groups(x: Tensor, size: int) -> Moments:
     return merge_examples(observe_examples(x), size)
+
+
+def observe_joined(x: Tensor, size: int, observe: Callable[[Tensor, int], Moments] = observe_groups) -> Moments:
+    """`observe` without a prior: a last group of one value per channel joins the group before it.
+
+    Both groups get the joint moments, so there is still one row per group.
+    """
+    if not lone_last(x, size):
+        return observe(x, size)
+    start = x.shape[0] - size - 1
+    last = observe(x[start:], size + 1)
+    rows = [last, last] if start == 0 else [observe(x[:start], size), last, last]
+    mean, var = torch.cat([each.mean for each in rows]), torch.cat([each.var for each in rows])
+    covs = [each.cov for each in rows if each.cov is not None]
+    return Moments(mean, var, torch.cat(covs) if covs else None)
 
 
 def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float) -> Tensor:
@@ -70,7 +88,7 @@ def normalize(
 ) -> tuple[Tensor, Moments, Moments]:
     """Output, posterior and observation, as the op returns them."""
     size = group_size(x.shape[0], statistics_batch_size)
-    observation = observe_groups(x, size)
+    observation = observe_joined(x, size) if prior is None else observe_groups(x, size)
     posterior = posterior_of(prior, observation, gain)
     y = finish(apply(x, posterior, weight, bias, size, eps), residual, relu)
     return y, posterior, observation
@@ -108,7 +126,8 @@ def normalize_full(
     """Output, posterior and observation with covariances. Normalization uses their diagonal."""
     size = group_size(x.shape[0], statistics_batch_size)
     with full_precision(x.device):
-        observation = observe_covariances(x, size)
+        observe = observe_covariances if prior is not None else partial(observe_joined, observe=observe_covariances)
+        observation = observe(x, size)
         if prior is not None and prior.cov is None:
             prior = Moments(prior.mean, prior.var, torch.diag_embed(prior.var))
         posterior = posterior_of(prior, observation, gain)
