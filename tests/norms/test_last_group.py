@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -157,6 +158,10 @@ def test_the_function_and_its_derivatives():
     close(mapped[1], function(2 * x, weight, bias)[0])
 
 
+def outputs(x, prior, m):
+    return batch_kalman_norm(x, prior, prior and 0.5, None, None, statistics_batch_size=m)[0]
+
+
 def test_other_groups_stay_as_they_are():
     """Two values in the last group, or several positions, or a prior: the last group is on its own."""
 
@@ -174,6 +179,10 @@ def test_other_groups_stay_as_they_are():
         y, posterior = batch_kalman_norm(x, prior, prior and 0.5, None, None, statistics_batch_size=m)
         for actual, expected in zip((y, posterior.mean), alone(x, prior, m), strict=True):
             close(actual, expected)
+        mapped = torch.func.vmap(partial(outputs, prior=prior, m=m))(x.unsqueeze(0))  # in plain operations
+        close(mapped[0], y)
+        full, _ = batch_kalman_norm(x, prior, prior and 0.5, None, None, statistics_batch_size=m, covariance="full")
+        close(full, y)
 
 
 def test_batch_inference_and_export():
