@@ -20,11 +20,13 @@ def _nothing() -> None:
 
 def check_gathered(tensor: Any, name: str) -> None:
     """Raise if FSDP holds the tensor in parts now. FSDP2 then has a DTensor in its place, and FSDP1 an empty one."""
-    sharded = isinstance(tensor, Tensor) and (type(tensor).__module__.startswith("torch.distributed"))
-    if sharded or (isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.numel() == 0):
+    if not isinstance(tensor, Tensor):
+        return
+    sharded = type(tensor).__module__.startswith("torch.distributed")
+    if sharded or (tensor.dim() == 1 and tensor.numel() == 0):
         raise RuntimeError(
-            f"kalmannorm: a prior reads {name!r} of a layer whose parameters are sharded and not gathered now; shard the "
-            "model as one unit, as fully_shard(model) does, not block by block"
+            f"kalmannorm: a prior reads {name!r} of a layer whose parameters are sharded and not gathered now; shard "
+            "the model as one unit, as fully_shard(model) does, not block by block"
         )
 
 
