@@ -27,6 +27,7 @@ from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.fused_modules import unfuse
 from kalmannorm._wiring.plan import Plan, make_plan
+from kalmannorm._wiring.recording.frozen import is_frozen
 
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
 TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
@@ -254,6 +255,14 @@ def _check_convertible(model: nn.Module) -> None:
         raise ValueError(f"model is itself a {type(model).__name__}; build kalmannorm.BatchKalmanNorm2d instead")
     found = batch_norms(model)
     if not found:
+        frozen = {name: type(module).__name__ for name, module in model.named_modules() if is_frozen(module)}
+        if frozen:
+            shown = ", ".join(map(repr, list(frozen)[:3])) + (f", … {len(frozen)} in all" if len(frozen) > 3 else "")
+            raise ValueError(
+                f"{type(model).__name__} contains frozen batch norms only ({', '.join(sorted(set(frozen.values())))}: "
+                f"{shown}). They use fixed statistics, so there is nothing to convert; build the model with BatchNorm "
+                "to train its norms"
+            )
         raise ValueError(f"{type(model).__name__} contains no batch norm, so there is nothing to convert")
     for name, module in found.items():
         check_norm(name, module)

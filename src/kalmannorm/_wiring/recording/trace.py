@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from kalmannorm._support.fused_modules import unfused
+from kalmannorm._wiring.recording import frozen
 from kalmannorm._wiring.recording.recorder import Recorder
 from kalmannorm._wiring.recording.records import NormCall, Op, Ref, Trace, Value, function_name
 from kalmannorm._wiring.recording.untouched import untouched
@@ -136,6 +137,9 @@ def trace(
     with unfused(model), untouched(model, training=training), _no_graph(model), recorder.watching(names):
         for name, (norm, then) in norms.items():
             norm.__dict__["forward"] = _stub(recorder, name, norm, then)
+        for module in model.modules():
+            if frozen.is_frozen(module):
+                module.__dict__["forward"] = frozen.stub(module)
         try:
             with recorder, recorder.seeing_functions():
                 out = model(*args, **kwargs)
