@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchvision.ops import FrozenBatchNorm2d
 
 from kalmannorm import convert
 from kalmannorm._norms.kalman import BatchKalmanNorm
@@ -65,6 +66,30 @@ class Pre(nn.Module):
         x = x + self.one(F.leaky_relu(x, 0.2))
         x = x + self.two(self.norm1(x).relu())
         return self.norm2(x)
+
+
+class Masked(nn.Module):
+    """Frozen norms, gated linear units, masks, writes and channels chosen by an index."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv0, self.frozen = nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)
+        self.conv1, self.norm1 = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6)
+        self.conv3, self.norm3 = nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5)
+        for tensor in (self.frozen.weight, self.frozen.bias):
+            tensor.uniform_(0.5, 1.5)
+        self.register_buffer("order", torch.tensor([5, 0, 2, 3, 4, 1]))
+
+    def forward(self, x):
+        padding = x[:, :1, 1:-1, 1:-1] > 1
+        x = F.glu(self.frozen(self.conv0(x)), 1)
+        x = self.norm1(self.conv1(x)).masked_fill(padding, 0.0)
+        y = torch.zeros_like(x)
+        y[:, :4, 1:] = x[:, :4, :-1]
+        y[:, 4:] = x[:, 4:]
+        x = torch.einsum("n c h w -> n h w c", self.norm2(self.conv2(y)))
+        return self.norm3(self.conv3(torch.where(padding, 0.0, x.permute(0, 3, 1, 2)[:, self.order].relu())))
 
 
 class Smooth(nn.Module):

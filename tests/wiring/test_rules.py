@@ -16,6 +16,8 @@ class Net(nn.Module):
         self.between = between
         self.first, self.last = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(channels)
         self.layer = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.register_buffer("order", torch.arange(CHANNELS).flip(0))
+        self.register_buffer("even", torch.arange(CHANNELS) % 2 == 0)
 
     def forward(self, x):
         return self.last(self.between(self, self.first(x)))
@@ -45,7 +47,43 @@ def shuffled(net, x):
     return x.chunk(2, 1)[0].view(x.shape[0], 4, -1, *x.shape[2:]).flatten(1, 2)
 
 
+def shifted(net, x):
+    """Half of the channels move by one position. The first position gets zeros."""
+    y = torch.zeros_like(x)
+    y[:, :32, 1:] = x[:, :32, :-1]
+    y[:, 32:] = x[:, 32:]
+    return y
+
+
+def written(net, x):
+    y = x.clone()
+    y[:, :, 0] = 2.0
+    y[:, 5] = x[:, 6]
+    return y
+
+
+def overwritten(net, x):
+    y = torch.empty_like(x)
+    y[:] = 2 * x
+    return torch.empty(y.shape).copy_(y)
+
+
+ORDER = [(5 * i + 3) % CHANNELS for i in range(CHANNELS)]
+
 RULES = {
+    "glu": lambda net, x: F.glu(x, 1),
+    "glu over positions": lambda net, x: F.glu(x, -1),
+    "shift": shifted,
+    "written": written,
+    "overwritten": overwritten,
+    "permutation by einsum": lambda net, x: torch.einsum("n h w c -> n c h w", x.permute(0, 2, 3, 1)),
+    "channels by index": lambda net, x: x[:, ORDER[:40]].index_select(1, torch.tensor(ORDER[:40]).argsort()),
+    "channels by a buffer": lambda net, x: x[:, net.order],
+    "channels by a mask": lambda net, x: x[:, net.even],
+    "channels by gather": lambda net, x: x.gather(1, torch.tensor(ORDER).view(1, -1, 1, 1).expand(x.shape)),
+    "as tensor": lambda net, x: torch.as_tensor(2 * x),
+    "a mask over channels": lambda net, x: net.layer(x.masked_fill((torch.arange(64) > 9).view(-1, 1, 1), 3.0)),
+    "a mask over channels in a buffer": lambda net, x: net.layer(torch.where(net.even.view(-1, 1, 1), x, 3.0)),
     "gate around a residual": lambda net, x: x + 0.25 * (net.layer(x) - x),
     "the same twice": lambda net, x: 1.5 * x - x,
     "layer norm": lambda net, x: F.layer_norm(x.permute(0, 2, 3, 1), (CHANNELS,)).permute(0, 3, 1, 2),
@@ -92,6 +130,87 @@ def test_a_border_of_minus_infinity_is_no_belief():
     net, prior = prior_of(same_max_pool, torch.randn(2, CHANNELS, SIZE, SIZE))
     torch.testing.assert_close(prior.mean[0], net.first.bias)
     torch.testing.assert_close(prior.var[0], net.first.weight.square())
+
+
+def by_value(x):
+    """A mask over positions that depends on the data."""
+    return x[:, :1] > 0
+
+
+def hidden_by_index(net, x):
+    y = x.clone()
+    y[~by_value(x).expand_as(x)] = 0
+    return y
+
+
+def hidden_sequence(net, x):
+    y = x.permute(0, 2, 3, 1).contiguous()
+    y[~by_value(x)[:, 0]] = 0
+    return y.permute(0, 3, 1, 2)
+
+
+MASKS = {
+    "masked_fill": lambda net, x: x.masked_fill(~by_value(x), 0.0),
+    "masked_fill in place": lambda net, x: x.clone().masked_fill_(by_value(x).logical_not(), -1.0),
+    "where": lambda net, x: torch.where(by_value(x), x, 0.0),
+    "where, the other way round": lambda net, x: torch.where(~by_value(x).expand(x.shape), torch.zeros(()), x),
+    "where as a method": lambda net, x: x.where(by_value(x), torch.zeros_like(x)),
+    "a repeated mask": lambda net, x: x.masked_fill(~by_value(x).repeat(1, CHANNELS, 1, 1), 0.0),
+    "product": lambda net, x: x * by_value(x),
+    "product with numbers": lambda net, x: by_value(x).to(x.dtype) * x,
+    "index": hidden_by_index,
+    "index of a sequence": hidden_sequence,
+    "a fixed mask": lambda net, x: x.masked_fill(torch.eye(SIZE).bool(), 0.0),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_over_positions_leaves_the_belief_about_the_others(mask):
+    net, prior = prior_of(MASKS[mask], torch.randn(2, CHANNELS, SIZE, SIZE))
+    torch.testing.assert_close(prior.mean[0], net.first.bias)
+    torch.testing.assert_close(prior.var[0], net.first.weight.square())
+
+
+STOPS = {
+    "where": lambda net, x: torch.where(x > 0, x, 0.0),
+    "masked_fill": lambda net, x: x.masked_fill(x > 0, 0.0),
+    "where of two": lambda net, x: torch.where(by_value(x), x, 2 * x),
+    "getitem": lambda net, x: x[:, x.mean((0, 2, 3)).argsort()],
+    "gt": lambda net, x: x * (x > 1),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_the_report_names_the_operation_that_stops_a_prior(stop):
+    net = Net(STOPS[stop], CHANNELS)
+    row = kalmannorm.wiring(kalmannorm.convert(net, torch.randn(2, CHANNELS, SIZE, SIZE))).norms[1]
+    assert row.sources == ["first"] and not row.wired
+    assert stop.split()[0] in row.reason
+
+
+def test_the_report_names_the_operation_that_reads_the_input():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gate, self.last = nn.BatchNorm2d(4), nn.Softsign(), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.last(self.first(x) * self.gate(x))
+
+    row = kalmannorm.wiring(kalmannorm.convert(Gated(), torch.randn(2, 4, 3, 3))).norms[1]
+    assert row.reason == "fed by the model's input: softsign (gate)"
+
+
+@pytest.mark.parametrize("function", [torch.tensor, lambda x: x.new_tensor(x), torch.asarray])
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_copy_without_gradient_keeps_the_belief(function):
+    """`new_tensor` reads the values of its argument, so they are no constant."""
+    net, prior = prior_of(lambda net, x: function(x), torch.randn(2, CHANNELS, SIZE, SIZE))
+    torch.testing.assert_close(prior.mean[0], net.first.bias)
+    torch.testing.assert_close(prior.var[0], net.first.weight.square())
+    converted = kalmannorm.convert(net, torch.randn(2, CHANNELS, SIZE, SIZE))
+    prior = converted.last.wire.previous(0, torch.randn(2, CHANNELS, SIZE, SIZE))
+    assert not any(part.requires_grad for part in (prior.mean, prior.var))
 
 
 def attention(net, x):

@@ -39,14 +39,14 @@ from kalmannorm._wiring.recording.records import (
 )
 
 # These have no gradient. Results that depend on them alone depend on no norm.
-_CUTS = {"detach", "data"}
+_CUTS = {"detach", "data", "tensor", "new_tensor", "asarray"}
 _NO_GRADIENT = {"argmax", "argmin", "argsort", "floor", "ceil", "round", "sign", "bernoulli"}
 # Only the shape or type of the second tensor is used, not its values.
 _SHAPED_AS = {"view_as", "reshape_as", "expand_as", "type_as"}
 # Only the shape and type of the argument are used, not its values.
 _FRESH = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
-    "new_full", "new_empty", "new_tensor",
+    "new_full", "new_empty",
 }  # fmt: skip
 _RANDOM = {
     "bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_", "normal_",
@@ -55,6 +55,7 @@ _RANDOM = {
 # `_LEAVES` take numbers out of torch, `_ENTERS` make tensors from numbers.
 _LEAVES = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__", "__dlpack__"}
 _ENTERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "full", "full_like", "new_full", "new_tensor", "fill_"}
+_COPIES = {"tensor", "as_tensor", "asarray"}  # of these, the ones that also take a tensor
 # In-place functions that change no element.
 _KEEPS = {"squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims", "detach", "requires_grad", "as_strided"}
 _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"}
@@ -149,7 +150,10 @@ class Recorder(TorchFunctionMode):
         self, name: str, func: Callable[..., Any] | None, args: Any, kwargs: Any, out: Any, *, random: bool = False
     ) -> Op:
         given = tensors_in(args, kwargs)
-        inputs = [] if name in _FRESH else [self.value_of(t) for t in given[: 1 if name in _SHAPED_AS else None]]
+        read = given[: 1 if name in _SHAPED_AS else None]
+        if name == "new_tensor":
+            read = tensors_in(args[1:], kwargs)  # the tensor itself lends only its type
+        inputs = [] if name in _FRESH else [self.value_of(t) for t in read]
         place = self.path[-1] if self.path else ""
         args, kwargs = tree_map_only(Tensor, lambda t: Ref(self.value_of(t).index), (args, kwargs))
         op = Op(name, args, kwargs, [v.index for v in inputs], [], place, func)
@@ -198,7 +202,8 @@ class Recorder(TorchFunctionMode):
         made = tensors_in(out)
         if made:
             op = self.record(name, func, args, kwargs, out, random=name in _RANDOM or called in _RANDOM)
-            if self.escaped and called in _ENTERS and len(given) < 2:
+            from_tensor = called in _COPIES and isinstance(args[0] if args else None, Tensor)
+            if self.escaped and called in _ENTERS and len(given) < 2 and not from_tensor:
                 for value in (self.trace.values[i] for i in op.outputs):
                     value.fed, value.constant, value.reason = True, None, FROM_NUMBERS
         written = {id(t): t for t, before in zip(given, versions, strict=True) if version(t) != before}

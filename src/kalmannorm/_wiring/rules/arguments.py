@@ -21,6 +21,8 @@ REDUCTION = {"input": None, "dim": None, "keepdim": False}
 SOFTMAX = {"input": None, "dim": None}
 NORMALIZE = {"input": None, "p": 2.0, "dim": 1, "eps": 1e-12}
 ATTENTION = {"query": None, "key": None, "value": None}
+GLU = {"input": None, "dim": -1}
+MASKED_FILL = {"input": None, "mask": None, "value": None}
 TWO = {"input": None, "other": None, "alpha": 1}
 
 

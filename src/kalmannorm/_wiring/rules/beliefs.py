@@ -32,7 +32,7 @@ from kalmannorm._wiring.program import (
     selected,
 )
 from kalmannorm._wiring.recording.trace import Op, Ref, Trace, Value
-from kalmannorm._wiring.rules import arguments, layout, names, relabel
+from kalmannorm._wiring.rules import arguments, layout, masks, names, relabel
 from kalmannorm._wiring.rules.relabel import Labelled, NoBeliefError
 from kalmannorm._wiring.rules.statics import Statics
 from kalmannorm._wiring.rules.unary import (
@@ -83,7 +83,8 @@ class Beliefs:
         try:
             result = Unknown(f"no rule for {op.name}{where}") if rule is None else rule(op)
         except NoBeliefError as reason:
-            result = Unknown(str(reason) if reason.told else f"{reason}{where}")
+            named = "" if op.name in str(reason) else f": {op.name}"
+            result = Unknown(str(reason) if reason.told else f"{reason}{named}{where}")
         except Exception as error:  # a kind of call that its rule does not handle
             result = Unknown(f"{op.name}: {type(error).__name__}: {error}{where}")
         results = result if isinstance(result, list) else [result] * len(op.outputs)
@@ -114,7 +115,12 @@ class Beliefs:
             (names.PRODUCTS, self._product),
             (names.QUOTIENTS, self._quotient),
             (UNARY, self._unary),
+            ({"glu"}, self._glu),
             ({"pad"}, self._pad),
+            ({"where"}, self._where),
+            ({"masked_fill"}, self._masked_fill),
+            ({"setitem"}, self._setitem),
+            ({"copy"}, self._copy),
             ({"unfold"}, self._unfold),
             ({"softmax"}, self._softmax),
             ({"normalize"}, self._unit_length),
@@ -136,7 +142,9 @@ class Beliefs:
         return Labelled(self.norm_steps[identity], shape[1], layout.along(1, shape[1], len(shape)))
 
     def _same(self, op: Op) -> Belief:
-        argument = op.args[0] if op.args else op.kwargs.get("input")
+        argument = op.args[0] if op.args else op.kwargs.get("input", op.kwargs.get("data"))
+        if op.name == "new_tensor":
+            argument = op.args[1] if len(op.args) > 1 else op.kwargs.get("data")
         if isinstance(argument, Ref) and argument.index in self.sums_to_one:
             self.sums_to_one[op.outputs[0]] = self.sums_to_one[argument.index]
         if isinstance(argument, Ref):
@@ -239,6 +247,9 @@ class Beliefs:
             if not isinstance(other, Ref):
                 self._record_multiple(op.outputs[0], one.index, other)
                 return self._apply(algebra.scale, self._known(one), factor=other)
+        for one, other in ((a, b), (b, a)):
+            if self._shape(one) == self.trace.values[op.outputs[0]].shape and self._hides(other, one):
+                return self._known(one)
         first, second = self._known(a), self._known(b)
         for one, other, factor in ((a, b, second), (b, a, first)):
             if not self.trace.values[other.index].fed and self._shape(one) == self.trace.values[op.outputs[0]].shape:
@@ -263,6 +274,103 @@ class Beliefs:
         if options is None:
             raise NoBeliefError(f"no rule for {op.name} with these options")
         return self._apply(UNARY[op.name], state, **options)
+
+    def _glu(self, op: Op) -> Belief:
+        """a σ(b), for the halves a and b of the tensor."""
+        given = arguments.named(op, arguments.GLU)
+        state, shape = self._known(given["input"]), self._shape(given["input"])
+        axis = given["dim"] % len(shape)
+        sizes = [shape[i] if i == axis else size for i, size in enumerate(state.labels.shape)]
+        halves = [layout.reduce(half) for half in state.labels.expand(sizes).chunk(2, axis)]
+        value, gate = (replace(state, labels=half) for half in halves)
+        return self._both(algebra.product, value, self._apply(algebra.sigmoid, gate))
+
+    def _where(self, op: Op) -> Belief:
+        if len(op.args) + len(op.kwargs) != 3:
+            raise NoBeliefError("no rule for where with one argument")
+        # The order of torch.where and that of the method x.where differ.
+        method = op.func is torch.Tensor.where
+        given = arguments.named(
+            op, dict.fromkeys(("input", "condition", "other") if method else ("condition", "input", "other"))
+        )
+        for one, other, kept in ((given["input"], given["other"], True), (given["other"], given["input"], False)):
+            if isinstance(one, Ref) and self.trace.values[one.index].fed:
+                return self._masked(op, one, given["condition"], other, kept)
+        raise NoBeliefError("no rule for where without features")
+
+    def _masked_fill(self, op: Op) -> Belief:
+        given = arguments.named(op, arguments.MASKED_FILL)
+        return self._masked(op, given["input"], given["mask"], given["value"], False)
+
+    def _masked(self, op: Op, one: Ref, mask: Any, other: Any, kept: bool) -> Belief:
+        """The belief about `one` with a constant at some positions: see masks.py. `kept`: where the mask is true."""
+        number = self._number(other)
+        state, shape = self._known(one), self.trace.values[op.outputs[0]].shape
+        if number is None:
+            raise NoBeliefError(f"no rule for {op.name} of two features")
+        if self._shape(one) == shape and masks.over_positions(self.trace, self.trace.values[mask.index], state.labels):
+            return state
+        if self.trace.values[mask.index].fed or self.trace.values[mask.index].random:
+            raise NoBeliefError(f"no rule for {op.name} with a mask over channels that depends on the data")
+        chosen = relabel.fixed(self.trace, mask).bool()
+        labels = torch.where(chosen if kept else ~chosen, state.labels, state.size).expand(shape)
+        return self._with_constant(state, number, labels)
+
+    def _hides(self, mask: Ref, one: Ref) -> bool:
+        """Whether a product with `mask` only hides positions of `one`."""
+        value, state = self.trace.values[mask.index], self.belief(self.trace.values[one.index])
+        if isinstance(state, Unknown) or not masks.is_mask(self.trace, value):
+            return False
+        return len(value.shape) <= state.labels.dim() and masks.over_positions(self.trace, value, state.labels)
+
+    def _number(self, argument: Any) -> float | None:
+        """The number that all elements of a constant have. None if there is no such number."""
+        if not isinstance(argument, Ref):
+            return float(argument) if isinstance(argument, (int, float)) else None
+        value = self.trace.values[argument.index]
+        if value.fed or value.random:
+            return None
+        if value.constant is not None and value.constant.numel():
+            first = value.constant.flatten()[0]
+            return float(first) if bool((value.constant == first).all()) else None
+        made = None if value.op is None else self.trace.ops[value.op].name
+        return {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0, "ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}.get(
+            made or ""
+        )
+
+    def _setitem(self, op: Op) -> Belief:
+        """Written elements get the labels of the source. A mask that depends on the data may only hide positions."""
+        target, index, source = op.args
+        shape = self._shape(target)
+        number = self._number(source)
+        if isinstance(index, Ref) and number is not None and self.trace.values[target.index].fed:
+            state, mask = self._known(target), self.trace.values[index.index]
+            if mask.dtype == torch.bool and masks.over_positions(self.trace, mask, state.labels, leading=True):
+                return state
+        where = relabel.fixed(self.trace, index)
+        marks = torch.zeros(shape, dtype=torch.bool)
+        marks[where] = True
+        new, extent = self._written(source, number)
+        entries = torch.zeros(shape, dtype=torch.long)
+        entries[where] = new.labels.expand(extent)
+        if bool(marks.all()):
+            return replace(new, labels=layout.reduce(entries))
+        old, extent = self._written(target, self._number(target))
+        labels = torch.where(marks, entries + old.size, old.labels.expand(extent))
+        step = combined(self.program, algebra.concatenate, [old.step, new.step])
+        return Labelled(step, old.size + new.size, layout.reduce(labels))
+
+    def _written(self, argument: Any, number: float | None) -> tuple[Labelled, tuple[int, ...]]:
+        """The belief about one side of a write, with its shape. A constant with one number has one entry."""
+        shape = self._shape(argument) if isinstance(argument, Ref) else ()
+        if number is None:
+            return self._known(argument), shape
+        step = self.program.add(Static((self.program.constant(torch.tensor([number])),)))
+        return Labelled(step, 1, torch.zeros((1,) * len(shape), dtype=torch.long)), shape
+
+    def _copy(self, op: Op) -> Belief:
+        state, rank = self._known(op.args[1]), len(self._shape(op.args[0]))
+        return replace(state, labels=state.labels.reshape((1,) * (rank - state.labels.dim()) + state.labels.shape))
 
     def _pad(self, op: Op) -> Belief:
         given = arguments.named(op, arguments.PAD)
@@ -363,6 +471,8 @@ class Beliefs:
         letters, arrow, out = str(op.args[0]).replace(" ", "").partition("->")
         names = letters.split(",")
         repeated = any(len(set(name)) < len(name) for name in (*names, out))
+        if len(given) == 1 and sorted(names[0]) == sorted(out) and out.isalpha() and not repeated:
+            return self._spread(given[0], names[0], out)  # a permutation
         if len(given) != 2 or not arrow or "." in letters or repeated:
             raise NoBeliefError(f"no rule for einsum {op.args[0]!r}")
         return self._contract(given[0], given[1], names[0], names[1], out)
@@ -431,9 +541,10 @@ class Beliefs:
     def _known(self, argument: Any) -> Labelled:
         if not isinstance(argument, Ref):
             raise NoBeliefError("an argument that is not a tensor")
-        state = self.belief(self.trace.values[argument.index])
+        value = self.trace.values[argument.index]
+        state = self.belief(value)
         if isinstance(state, Unknown):
-            raise NoBeliefError(state.reason, told=True)
+            raise NoBeliefError(state.reason, told=value.index in self.beliefs or value.reason is not None)
         return state
 
     def _shape(self, argument: Ref) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 SAME = {
     "contiguous", "clone", "to", "type", "type_as", "float", "half", "bfloat16", "double", "cpu", "cuda", "detach",
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
-    "requires_grad", "data", "identity", "pin_memory", "nan_to_num",
+    "requires_grad", "data", "identity", "pin_memory", "nan_to_num", "as_tensor", "asarray", "tensor", "new_tensor",
 }  # fmt: skip
 """Every element stays the same and in its place, in expectation."""
 
@@ -15,7 +15,7 @@ REARRANGEMENTS = {
     "getitem", "expand", "expand_as", "repeat", "repeat_interleave", "tile", "roll", "flip", "rot90", "pixel_shuffle",
     "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "cat", "concat", "concatenate", "stack", "hstack",
     "vstack", "dstack", "view_as", "reshape_as", "T", "mT", "t", "H", "mH", "index_select", "take_along_dim",
-    "diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel",
+    "gather", "broadcast_to", "diagonal", "atleast_1d", "atleast_2d", "atleast_3d", "ravel",
 }  # fmt: skip
 """Elements are only rearranged: the same function runs on the labels."""
 

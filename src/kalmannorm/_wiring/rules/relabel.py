@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kalmannorm import moments as algebra
 from kalmannorm._wiring.program import Program, combined
-from kalmannorm._wiring.recording.trace import Op, Ref, Trace
-from kalmannorm._wiring.rules import layout
+from kalmannorm._wiring.recording.trace import Op, Ref, Trace, Value
+from kalmannorm._wiring.rules import layout, names
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _relabelled(program: Program, trace: Trace, op: Op, given: Sequence[Labelled
 
 def on_labels(trace: Trace, op: Op, labels: Any) -> Any:
     """Repeat the recorded call, with labels as its first argument."""
-    rest = [_constant(trace, a) for a in op.args[1:]]
-    kwargs = {name: a if name in _FIRST else _constant(trace, a) for name, a in op.kwargs.items()}
+    rest = [fixed(trace, a) for a in op.args[1:]]
+    kwargs = {name: a if name in _FIRST else fixed(trace, a) for name, a in op.kwargs.items()}
     if not op.args:
         kwargs.pop(next(name for name in _FIRST if name in kwargs))
     # The memory layout of the labels differs from that of the tensor. Only `view` depends on it.
@@ -98,15 +98,34 @@ def _retypes(rest: Sequence[Any]) -> bool:
     return bool(rest) and isinstance(rest[0], torch.dtype)
 
 
-def _constant(trace: Trace, argument: Any) -> Any:
+def fixed(trace: Trace, argument: Any) -> Any:
+    """An argument of a call, with tensors for its references: constants, and buffers of integers or masks.
+
+    Such a buffer is read at conversion. After a change of its values, call `rewire`.
+    """
     if isinstance(argument, Ref):
-        constant = trace.values[argument.index].constant
+        value = trace.values[argument.index]
+        constant = value.constant if value.constant is not None else _buffer(trace, value)
         if constant is None:
             raise NoBeliefError("an index that depends on the data")
         return constant.cpu()
     if isinstance(argument, (list, tuple)):
-        return type(argument)([_constant(trace, a) for a in argument])
+        return type(argument)([fixed(trace, a) for a in argument])
     return argument
+
+
+def _buffer(trace: Trace, value: Value) -> Tensor | None:
+    """A buffer that is no floating-point number, or a view of it."""
+    if value.fed or value.random or value.dtype.is_floating_point:
+        return None
+    if value.owner is not None:
+        found: Tensor = getattr(*value.owner)
+        return found
+    op = None if value.op is None else trace.ops[value.op]
+    if op is None or op.func is None or op.name not in names.REARRANGEMENTS or len(op.outputs) > 1:
+        return None
+    made: Tensor = op.func(*fixed(trace, op.args), **{name: fixed(trace, a) for name, a in op.kwargs.items()})
+    return made
 
 
 def _axis(op: Op) -> int:
