@@ -95,5 +95,7 @@ def _check_optimizer(saved: Any, recipe: Recipe, optimizer: torch.optim.Optimize
         shape = parameters[index].shape
         for name in names:
             value = values[name]
+            if name != "step" and isinstance(value, Tensor) and value.dim() == 0 and shape == (1,):
+                value = values[name] = value.reshape(1)  # of a gain of version 100 of the norms, which was a number
             if not isinstance(value, Tensor) or value.shape != (torch.Size() if name == "step" else shape):
                 raise ValueError(f"its optimizer's {name} does not fit a parameter of shape {tuple(shape)}")
