@@ -17,7 +17,19 @@ from kalmannorm import freeze_priors, set_inference
 from kalmannorm._ops.propagate import aten
 from kalmannorm._running import bundling
 from kalmannorm._running.prior_bundles import PriorBundles
-from support.bundled_nets import IMAGE, VECTOR, Blocks, Branches, Masked, Pre, Smooth, Twice, bundles, converted
+from support.bundled_nets import (
+    IMAGE,
+    VECTOR,
+    Blocks,
+    Branches,
+    FromInput,
+    Masked,
+    Pre,
+    Smooth,
+    Twice,
+    bundles,
+    converted,
+)
 
 NETS = {
     "residual blocks": (Blocks, IMAGE, {}),
@@ -27,6 +39,7 @@ NETS = {
     "linear": (Pre, VECTOR, {"per_channel_gain": True}),
     "quadrature": (Smooth, (4, 4), {}),
     "no layers": (Twice, (4, 4), {}),
+    "from the input": (FromInput, IMAGE, {}),
     "gated and masked": (Masked, IMAGE, {}),
     "no rule in a bundle": (lambda: Blocks(F.elu), IMAGE, {}),
 }

@@ -92,6 +92,22 @@ class Masked(nn.Module):
         return self.norm3(self.conv3(torch.where(padding, 0.0, x.permute(0, 3, 1, 2)[:, self.order].relu())))
 
 
+class FromInput(nn.Module):
+    """A residual stream that begins at a layer of the input, and the input beside features."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm0 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv1, self.norm1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(7)
+
+    def forward(self, x):
+        y = self.stem(x)
+        y = y + self.conv1(self.norm0(y).relu())
+        y = y + self.conv2(self.norm1(y).relu())
+        return self.norm2(torch.cat([y, x], 1))
+
+
 class Smooth(nn.Module):
     """Functions that are integrated by quadrature, side by side."""
 

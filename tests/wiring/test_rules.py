@@ -194,11 +194,12 @@ def test_the_report_names_the_operation_that_reads_the_input():
             super().__init__()
             self.first, self.gate, self.last = nn.BatchNorm2d(4), nn.Softsign(), nn.BatchNorm2d(4)
 
-        def forward(self, x):
-            return self.last(self.first(x) * self.gate(x))
+        def forward(self, x, mask):
+            return self.last(self.first(x) * self.gate(mask[0]))
 
-    row = kalmannorm.wiring(kalmannorm.convert(Gated(), torch.randn(2, 4, 3, 3))).norms[1]
-    assert row.reason == "fed by the model's input: softsign (gate)"
+    inputs = (torch.randn(2, 4, 3, 3), [torch.rand(2, 1, 3, 3)])
+    row = kalmannorm.wiring(kalmannorm.convert(Gated(), inputs)).norms[1]
+    assert row.reason == "fed by the model's input: mul"
 
 
 @pytest.mark.parametrize("function", [torch.tensor, lambda x: x.new_tensor(x), torch.asarray])

@@ -70,6 +70,14 @@ class AffineBelief(Step):
         return _belief(weight, bias, self.channels, context)
 
 
+@dataclass
+class InputBelief(Step):
+    """N(0, 1), one entry for every element: the belief about the model's input, which is usually standardized."""
+
+    def run(self, given: list[Any], context: Context) -> Moments:
+        return _belief(None, None, 1, context)
+
+
 def _belief(weight: Any, bias: Any, channels: int, context: Context) -> Moments:
     if weight is None and bias is None:
         mean = torch.zeros(1, channels, device=context.device, dtype=context.dtype)
@@ -336,7 +344,7 @@ class Program(Complete):
         norms = [step.norm for step in self.leaves(target, NormBelief) if isinstance(step, NormBelief)]
         return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]
 
-    def leaves(self, target: int, kind: type[Step]) -> list[Step]:
+    def leaves(self, target: int, kind: type[Step] | tuple[type[Step], ...]) -> list[Step]:
         """The steps of one kind that a step depends on."""
         seen: set[int] = set()
         pending: list[int] = [target]

@@ -3,6 +3,9 @@
 `Beliefs` reads a trace and adds steps to a program. Each tensor gets a step with K moments, and labels that say which
 of them each element has. If that is not possible, it gets an `Unknown` with the reason. The rules come first, one
 method for each kind of operation. The methods that the rules share follow.
+
+The model's input is taken as N(0, 1). This is only used where the input is mixed with the output of a norm, for example
+in a residual stream that begins at a convolution of the input. A norm that depends on the input alone has no prior.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from kalmannorm._wiring.program import (
     AffineBelief,
     Apply,
     Detach,
+    InputBelief,
     Mix,
     NormBelief,
     Program,
@@ -55,6 +59,7 @@ class Unknown:
 Belief = Labelled | Unknown
 Coefficient = float | Labelled  # a number, or a number without variance for each element
 _MOST_TERMS = 64
+_FROM_INPUT = "fed by the model's input"
 
 
 class Beliefs:
@@ -66,6 +71,8 @@ class Beliefs:
         self.beliefs: dict[int, Belief] = {}
         self.sums_to_one: dict[int, int] = {}  # values that sum to 1 along an axis, such as outputs of softmax
         self.terms: dict[int, dict[int, Coefficient]] = {}  # values that are weighted sums of other values
+        self.raw: set[int] = set()  # values that no layer has computed from the input, such as the input itself
+        self.input_step: int | None = None
         self.identities, self.norm_steps = identities, norm_steps
         for op in trace.ops:
             if op.norm is not None or any(trace.values[i].fed for i in op.inputs):
@@ -75,7 +82,12 @@ class Beliefs:
         """The step whose moments are the prior of this call, (1, C)."""
         value = self.trace.values[self.trace.norms[call].value]
         state = self.belief(value)
-        return state if isinstance(state, Unknown) else self.by_channel(state, 1, value.shape)
+        if isinstance(state, Unknown):
+            return state
+        step = self.by_channel(state, 1, value.shape)
+        # Beliefs about the input alone would need to be exact: nothing that the model learns corrects them.
+        known = self.program.leaves(step, (NormBelief, AffineBelief)) or not self._of_input(step)
+        return step if known else Unknown(_FROM_INPUT)
 
     def _interpret(self, op: Op) -> None:
         rule = self._rule(op)
@@ -97,6 +109,9 @@ class Beliefs:
             if isinstance(state, Labelled) and value.cut:
                 state = replace(state, step=self.program.add(Detach((state.step,))))
             self.beliefs[index] = state
+        fed = [i for i in op.inputs if self.trace.values[i].fed]
+        if op.norm is None and op.name not in names.LAYERS | names.OTHER_NORMS and all(i in self.raw for i in fed):
+            self.raw.update(op.outputs)
 
     def _rule(self, op: Op) -> Callable[[Op], Belief | list[Belief]] | None:
         name = op.name
@@ -209,7 +224,7 @@ class Beliefs:
         size = torch.Size(tail).numel()
         step = self.program.add(AffineBelief(steps, tuple(parts), size))
         state = self.belief(self.trace.values[given["input"].index])
-        if isinstance(state, Labelled) and axes == 1 and (layered or grouped):
+        if isinstance(state, Labelled) and axes == 1 and (layered or grouped) and not self._of_input(state.step):
             # A norm across channels leaves each channel its own mean and variance. The belief contains some of this.
             groups = 1 if layered else given["num_groups"]
             before = self.by_channel(state, -1 if layered else 1, shape)
@@ -251,6 +266,7 @@ class Beliefs:
             if self._shape(one) == self.trace.values[op.outputs[0]].shape and self._hides(other, one):
                 return self._known(one)
         first, second = self._known(a), self._known(b)
+        self._factors(a, b)
         for one, other, factor in ((a, b, second), (b, a, first)):
             if not self.trace.values[other.index].fed and self._shape(one) == self.trace.values[op.outputs[0]].shape:
                 self._record_multiple(op.outputs[0], one.index, factor)
@@ -418,7 +434,9 @@ class Beliefs:
         if not isinstance(b, Ref):
             return self._apply(algebra.scale, self._known(a), factor=1 / b)
         if self.trace.values[b.index].fed:
-            return self._both(algebra.product, self._known(a), self._apply(reciprocal, self._known(b)))
+            divisor = self._apply(reciprocal, self._known(b))
+            self._factors(a, b)
+            return self._both(algebra.product, self._known(a), divisor)
         inverse = self.statics.reciprocal(self.trace.values[b.index])
         if inverse is None:
             raise NoBeliefError("a constant that cannot be computed again")
@@ -489,7 +507,9 @@ class Beliefs:
                 return self._without(
                     self._summed(self._spread(other, letters, out + summed), axes, shape, mean=True), axes
                 )
-        both = self._both(algebra.product, self._spread(a, of_a, out + summed), self._spread(b, of_b, out + summed))
+        first, second = self._spread(a, of_a, out + summed), self._spread(b, of_b, out + summed)
+        self._factors(a, b)
+        both = self._both(algebra.product, first, second)
         return self._without(self._summed(both, axes, shape), axes)
 
     def _spread(self, argument: Ref, names: str, order: str) -> Labelled:
@@ -516,7 +536,7 @@ class Beliefs:
         if value.reason is not None:
             return Unknown(value.reason)
         if value.fed:
-            return Unknown("fed by the model's input")
+            return self._input(value)
         if value.random:
             return Unknown("random numbers")
         step = self.statics.step(value)
@@ -528,6 +548,25 @@ class Beliefs:
         labels = torch.arange(numel).reshape(value.shape)
         self.beliefs[value.index] = Labelled(self.program.add(Static((step,))), numel, labels)
         return self.beliefs[value.index]
+
+    def _input(self, value: Value) -> Belief:
+        """The belief about an input. Integers and single numbers, such as tokens and times, are no features."""
+        self.raw.add(value.index)
+        if len(value.shape) < 2 or not value.dtype.is_floating_point:
+            return Unknown(_FROM_INPUT)
+        if self.input_step is None:
+            self.input_step = self.program.add(InputBelief())
+        return Labelled(self.input_step, 1, torch.zeros((1,) * len(value.shape), dtype=torch.long))
+
+    def _of_input(self, step: int) -> bool:
+        """Whether a step depends on the belief about the input."""
+        return self.input_step is not None and bool(self.program.leaves(step, InputBelief))
+
+    def _factors(self, *operands: Ref) -> None:
+        """An input that is multiplied by features as it is may be a mask or a weight: nothing is known about it."""
+        fed = [ref.index in self.raw for ref in operands if self.trace.values[ref.index].fed]
+        if any(fed) and not all(fed):
+            raise NoBeliefError(_FROM_INPUT)
 
     def by_channel(self, state: Labelled, axis: int, shape: tuple[int, ...]) -> int:
         """The step with one entry per channel along `axis`."""

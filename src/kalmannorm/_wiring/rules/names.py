@@ -31,6 +31,7 @@ POOLS = {
 MEANS = {"mean", "sum", "amax", "amin", "max", "min"}
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+LAYERS = CONVOLUTIONS | TRANSPOSED | {"linear"}
 OTHER_NORMS = {"layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm"}
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "multiply"}
