@@ -50,7 +50,7 @@ class Judge:
             overflows = self.slabs.back(bounds.rows(overflows).expand_as(self.slabs.there))
         elif error.shape != actual.shape:
             summed = True
-            if error.numel() > error.shape[1] > actual.numel() or actual.dim() == 0:
+            if error.numel() > error.shape[1] > actual.numel() or actual.numel() == 1:
                 error, overflows = error.sum(), overflows.any()
             else:
                 error, overflows = error.sum(0), overflows.any(0)
