@@ -116,11 +116,14 @@ def _backward(
             *filled, of_rows = known.run.fill_gradients(known.bundle, tensors, saved, state, whole, pairs)
             return [*filled, filled[1].new_empty((ROWS, known.bundle.channels)) if of_rows is None else of_rows]
         found = known.run.backward(known.bundle, tensors, saved, state, whole, pairs, asked)
-        return [
-            torch.empty_like(like).copy_(grad) if grad.stride() != like.stride() else grad
-            for grad, like in zip(found, tensors, strict=True)
-            if grad is not None
-        ]
+        return [_alone(grad, like) for grad, like in zip(found, tensors, strict=True) if grad is not None]
+
+
+def _alone(grad: Tensor, like: Tensor) -> Tensor:
+    """With the strides of `like` and memory of its own: inductor requires both, and its kernels need it aligned."""
+    if grad.stride() == like.stride() and grad.untyped_storage().nbytes() == grad.nbytes:
+        return grad
+    return torch.empty_like(like).copy_(grad)
 
 
 def _fake_backward(
