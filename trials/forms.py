@@ -1,7 +1,7 @@
 """The forms that are tried. A form says what normalizes in training, and how the backward treats the batch's share.
 
-`Form.apply` converts a BatchNorm model. Most forms are the library's own norms. The time filter is not in the library
-yet. It is built here from the library's op:
+`Form.apply` converts a BatchNorm model. Most forms are the library's own norms, some with its `ClosingPhase`. The time
+filter is not in the library. It is built here from the library's op:
 
     forward   the op with prior (μ, Σ), the moving moments of earlier steps, and gain q = 1 - λ
     backward  the op's gradient, minus ρ λ γ (ā + x̂ c̄): ā and c̄ are moving averages of g and g x̂
@@ -74,8 +74,8 @@ class Form:
                 words.append(f"{field.name}={value}")
         return " ".join(words)
 
-    def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | None:
-        """Convert the model in place. A form of time also returns the object that the training loop has to call."""
+    def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | kalmannorm.ClosingPhase | None:
+        """Convert the model in place. Some forms also return an object that the training loop has to call."""
         size = {"statistics_batch_size": self.m}
         if self.kind == "batch":
             return None
@@ -91,6 +91,8 @@ class Form:
             kalmannorm.convert(model, example, transition="weights", inplace=True, **size, **gain)
         else:
             kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
+        if self.closing and self.means == "average":
+            return kalmannorm.ClosingPhase(model, steps, start=self.close[0], end=self.close[1])
         if self.kind == "time" or self.closing:
             return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
         return None
@@ -167,8 +169,7 @@ class Time:
                 setattr(cell, name, parts[name][number])
             self.cells.append(cell)
             norm.time_cell = cell  # type: ignore[assignment]
-            closing = _closing if form.means == "own" else _closing_on_averages
-            norm._normalize = types.MethodType(_timed if form.kind == "time" else closing, norm)  # type: ignore[method-assign]
+            norm._normalize = types.MethodType(_timed if form.kind == "time" else _closing, norm)  # type: ignore[method-assign]
             if form.kind == "time":
                 norm._track_batch = types.MethodType(_untracked, norm)  # type: ignore[method-assign]
 
@@ -183,7 +184,7 @@ class Time:
 
         `rate` is the learning rate relative to the first one.
         """
-        if self.form.kind != "time" and self.form.means == "own":
+        if self.form.kind != "time":
             return
         cells, rows = self.cells, self.rows
         start = 1 / (self.counted + 1)
@@ -194,10 +195,6 @@ class Time:
         counts = [cell.values for cell in cells]
         a = torch.cat([cell.d_bias / count for cell, count in zip(cells, counts, strict=True)])
         c = torch.cat([cell.d_weight / count for cell, count in zip(cells, counts, strict=True)])
-        if self.form.kind != "time":
-            rows["a"].lerp_(a, self.gradient_alpha)
-            rows["c"].lerp_(c, self.gradient_alpha)
-            return
         seen = torch.cat([cell.observation.mean for cell in cells], 1)
         mean = seen.mean(0)
         var = torch.cat([cell.observation.var for cell in cells], 1).mean(0) + seen.var(0, unbiased=False)
@@ -286,76 +283,3 @@ def _closing(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: A
         d = lam * ((posterior.mean - self.running_mean) / sigma).clamp(-5, 5)
     weight, bias = self.weight * r, self.weight * d + self.bias
     return normalize(x, prior, gain, weight, bias, statistics_batch_size=size, eps=self.eps)
-
-
-class Corrected(torch.autograd.Function):
-    """γ (r x̂ + d) + β, where x̂ is normalized by the group's posterior, and r and d are constants.
-
-    The backward needs the means of g and of g x̂ over all values that share a posterior. They are the group's own by
-    1 - λ, and the moving averages ā and c̄ by λ. At λ = 1 the backward does not depend on the group.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, prior_mean: Tensor, prior_var: Tensor, gain: Tensor, weight: Tensor, bias: Tensor,
-        given: tuple[Moments, Moments, Tensor, Tensor, Tensor, Memory],
-    ) -> Tensor:  # fmt: skip
-        posterior, seen, rho, r, d, cell = given
-        ctx.cell, ctx.prior = cell, (prior_mean.shape, gain.shape)
-        scale = weight * r * rho
-        kept = *posterior[:2], *seen[:2], rho, r, d
-        ctx.save_for_backward(x, prior_mean, prior_var, gain, weight, *kept)
-        shift = bias + weight * d - posterior.mean * scale
-        grouped = x.unflatten(0, (len(rho), -1))
-        y = torch.empty_like(x)  # not a view, because an in-place activation could not write into it
-        y.unflatten(0, (len(rho), -1)).copy_(torch.addcmul(_spread(shift), grouped.float(), _spread(scale)))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, prior_mean, prior_var, gain, weight, mean, _, seen_mean, seen_var, rho, r, d = ctx.saved_tensors
-        cell = ctx.cell
-        lam = cell.time.lam
-        g = grad.unflatten(0, (len(rho), -1)).float()
-        centred = x.unflatten(0, (len(rho), -1)).float() - _spread(mean)
-        corrected = centred * _spread(r * rho) + _spread(d)
-        count = g.numel() // (len(rho) * g.shape[2])
-        a = g.mean((1, 3, 4))
-        c = (g * corrected).mean((1, 3, 4))
-        cell.values = count * len(rho)
-        cell.d_bias, cell.d_weight = a.sum(0) * count, c.sum(0) * count
-        step = r * rho
-        d_mean = -weight * step * count * torch.lerp(a, cell.a.expand_as(a), lam)
-        own, average = rho.square() * (c - d * a), step.square() * cell.c
-        d_var = -0.5 * weight * count * torch.lerp(own, average, lam)
-        p, off = 1 - gain, seen_mean - prior_mean
-        at_mean = gain * d_mean + 2 * gain * p * off * d_var
-        at_var = gain * d_var
-        d_gain = d_mean * off + d_var * (seen_var - prior_var + (1 - 2 * gain) * off.square())
-        dx = g * _spread(weight * step) + _spread(at_mean / count)
-        dx = dx + (centred + _spread(mean - seen_mean)) * _spread(2 / count * at_var)
-        d_prior = p * d_mean - 2 * gain * p * off * d_var, p * d_var
-        priors = [each.sum_to_size(ctx.prior[0]) for each in d_prior]
-        dx = dx.to(x.dtype).flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        return dx, *priors, d_gain.sum_to_size(ctx.prior[1]), cell.d_weight, cell.d_bias, None
-
-
-def _spread(rows: Tensor) -> Tensor:
-    """Rows (G, C) for values (G, m, C, H, W)."""
-    return rows[:, None, :, None, None]
-
-
-def _closing_on_averages(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any, relu: bool) -> Any:
-    """As `_closing`, with the backward of `Corrected`."""
-    lam, size = self.time_cell.time.lam, self.time_cell.time.form.m
-    with torch.no_grad():
-        _, posterior, seen = normalize(x, prior, gain, None, None, statistics_batch_size=size, eps=self.eps)
-        sigma = (self.running_var + self.eps).sqrt()
-        rho = (posterior.var + self.eps).rsqrt()
-        r = (1 / (rho * sigma)).clamp(1 / 3, 3) ** lam
-        d = lam * ((posterior.mean - self.running_mean) / sigma).clamp(-5, 5)
-    if prior is None:
-        prior, gain = Moments(torch.zeros_like(seen.mean[:1]), torch.ones_like(seen.mean[:1])), torch.ones_like(r[:1])
-    given = posterior, seen, rho, r, d, self.time_cell
-    y = Corrected.apply(x, prior.mean, prior.var, gain, self.weight, self.bias, given)  # type: ignore[no-untyped-call]
-    return y, posterior, seen

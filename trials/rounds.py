@@ -94,6 +94,23 @@ FIFTH = [
     )
 ]
 
+# The best learning rate of BKN is between 0.1 and 0.2. Does weight decay do the same? Is a higher gain enough at m = 2?
+MIDDLE = {m: dataclasses.replace(form, close=(0.3, 0.6)) for m, form in CLOSING.items()}
+SIXTH = [
+    Run("", MIDDLE[2], rate=0.15),
+    Run("", MIDDLE[1], rate=0.15),
+    Run("", MIDDLE[2], decay=1e-3),
+    Run("", MIDDLE[1], decay=1e-3),
+    Run("", BATCH, decay=1e-3),
+    Run("", dataclasses.replace(CLOSING[2], close=(0.05, 0.35), gain=0.8)),
+    Run("", MIDDLE[1], rate=0.2, seed=1),
+    Run("", MIDDLE[2], rate=0.2),
+    Run("", Form(kind="ghost", m=4, closing=True, means="average", close=(0.05, 0.35))),
+    Run("", Form(kind="ghost", m=2, closing=True, means="average", close=(0.05, 0.35)), seed=1),
+    Run("", BATCH, seed=2),
+    Run("", MIDDLE[2], rate=0.2, seed=1),
+]
+
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
     "second": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "tiny100") for run in SECOND],
@@ -101,5 +118,6 @@ ROUNDS = {
     + [Run(cell, Form(kind="kalman", m=1, closing=True), seed=1) for cell in ("cifar10", "tiny100")],
     "fourth": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FOURTH],
     "fifth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in FIFTH],
+    "sixth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SIXTH],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,13 @@ class Run:
     rate: float | None = None
     warmup: float = 0.0
     """The share of training in which the learning rate rises linearly from 0 to its scheduled value."""
+    decay: float | None = None
+    """Weight decay. None: the cell's own."""
 
     @property
     def key(self) -> str:
         words = [self.cell, self.form.name, f"seed={self.seed}"]
-        words += [f"{name}={value}" for name in ("epochs", "rate", "warmup") if (value := getattr(self, name))]
+        words += [f"{name}={value}" for name in ("epochs", "rate", "warmup", "decay") if (value := getattr(self, name))]
         return " | ".join(words)
 
 
@@ -59,7 +62,9 @@ class Training:
         per_epoch = count // batch
         self.steps = epochs * per_epoch
         example = data.prepared(data.train[: 2 * batch : 2])
-        self.time = run.form.apply(self.model, example, self.steps)
+        helper = run.form.apply(self.model, example, self.steps)
+        self.phase = helper if isinstance(helper, kalmannorm.ClosingPhase) else None
+        self.time = None if isinstance(helper, kalmannorm.ClosingPhase) else helper
         order = [
             torch.randperm(count, generator=rng)[: per_epoch * batch].view(per_epoch, batch) for _ in range(epochs)
         ]
@@ -75,7 +80,7 @@ class Training:
         self.rate = cell.rate if run.rate is None else run.rate
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(self.steps, device=device)
-        groups = kalmannorm.parameter_groups(self.model, cell.decay)
+        groups = kalmannorm.parameter_groups(self.model, cell.decay if run.decay is None else run.decay)
         self.groups = [(group["params"], group["weight_decay"]) for group in groups]
         self.velocity = [[torch.zeros_like(p) for p in params] for params, _ in self.groups]
         self.stream: Any = torch.cuda.Stream() if graph else None
@@ -89,6 +94,17 @@ class Training:
             with torch.cuda.stream(self.stream):
                 self.graph.replay()
         self.done += 1
+        if self.phase is not None:
+            probes = len(self._probes())
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                self.phase.step()
+            if self.graph is not None and len(self._probes()) != probes:  # the norms run in another way from now on
+                self.graph = self._captured()
+
+    def _probes(self) -> list[Tensor]:
+        """Tensors whose gradients the closing phase collects."""
+        norms = (module for module in self.model.modules() if isinstance(module, kalmannorm.GroupedNorm))
+        return [norm.closing.probe for norm in norms if norm.closes]
 
     def _forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda, cache_enabled=False):
@@ -105,7 +121,10 @@ class Training:
         images = images.contiguous(memory_format=torch.channels_last)
         loss = F.cross_entropy(self._forward(images), self.data.train_labels[chosen])
         parameters = [p for params, _ in self.groups for p in params]
-        grads = iter(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
+        probes = self._probes()
+        grads = iter(torch.autograd.grad(loss, [*probes, *parameters], allow_unused=True, materialize_grads=True))
+        for probe in probes:
+            probe.grad.add_(next(grads))  # type: ignore[union-attr]
         if self.time is not None:  # before the optimizer, which overwrites the gradients
             self.time.move(falling)
         with torch.no_grad():
@@ -123,6 +142,7 @@ class Training:
 
     def _state(self) -> list[Tensor]:
         state = [*self.model.parameters(), *self.model.buffers(), self.at]
+        state += [probe.grad for probe in self._probes() if probe.grad is not None]
         state += [tensor for velocity in self.velocity for tensor in velocity]
         if self.time is not None:
             state += [*self.time.rows.values(), self.time.counted]

@@ -2,6 +2,7 @@
 
 from kalmannorm import functional, moments
 from kalmannorm._model.accumulate import accumulate_statistics
+from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import Fusion, fuse
@@ -33,6 +34,7 @@ __all__ = [
     "BatchRenorm1d",
     "BatchRenorm2d",
     "BatchRenorm3d",
+    "ClosingPhase",
     "Fusion",
     "GhostBatchNorm1d",
     "GhostBatchNorm2d",

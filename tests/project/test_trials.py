@@ -76,6 +76,7 @@ def test_the_mixture_is_bkn_at_the_start_and_the_time_filter_at_the_end(lam, sam
 FORMS = [
     Form(kind="batch"),
     Form(kind="kalman", m=2, closing=True),
+    Form(kind="kalman", m=1, closing=True, means="average"),
     Form(kind="time", m=1),
     Form(kind="time", m=2, level="drift", backward="feedback", power=0.5),
     Form(kind="time", m=2, level="drift", backward="depth"),

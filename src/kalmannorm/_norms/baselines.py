@@ -107,6 +107,9 @@ class BatchRenorm(GroupedNorm):
 
         return 1 + (self.r_max - 1) * progress(self.r_steps), self.d_max * progress(self.d_steps)
 
+    def check_closing(self) -> None:
+        raise ValueError("BatchRenorm has a schedule of its own, r_steps and d_steps, and no closing phase")
+
     def _affine(self, observation: Moments) -> tuple[Tensor, Tensor]:
         """γ r and γ d + β of each group, (G, C). r and d have no gradient."""
         with torch.no_grad():

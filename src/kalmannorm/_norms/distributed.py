@@ -18,7 +18,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -195,25 +194,45 @@ class Joint(NamedTuple):
         return (counts / self.counts.sum()).to(self.moments.mean.dtype)
 
 
+def normalize_with(
+    x: Tensor,
+    moments: Moments,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Normalize with given moments (G, C), with their gradients.
+
+    The op gets them as its prior, with a gain near 0. The op keeps only x for the backward, but plain operations would
+    keep three tensors of that size. The gain is not 0, because the variance of x may be infinite, and 0 times infinity
+    is NaN. The effect of a finite variance is smaller than the rounding error.
+    """
+    almost_none = torch.full_like(moments.mean[0, 0], torch.finfo(moments.mean.dtype).eps ** 3)
+    y, _, _ = normalize(
+        x, moments, almost_none, weight, bias,
+        statistics_batch_size=statistics_batch_size, eps=eps, residual=residual, relu=relu,
+    )  # fmt: skip
+    return y
+
+
 def normalize_jointly(
     x: Tensor,
     prior: Moments | None,
     gain: Tensor | None,
-    affine: Callable[[Moments], tuple[Tensor | None, Tensor | None]],
+    apply: Callable[[Tensor, Moments, Moments], Tensor],
     *,
     statistics_batch_size: int | None,
-    eps: float,
     rank_group: RankGroup,
 ) -> tuple[Tensor, Moments, Joint]:
-    """Output and posterior of this rank's groups, and the joint observation. `affine` returns γ, β for an observation.
+    """Output and posterior of this rank's groups, and the joint observation.
 
-    The op gets the posterior as its prior, with a gain near 0. So it normalizes with this posterior. The op keeps only
-    x for the backward, but plain operations would keep three tensors of that size. The gain is not 0, because this
-    rank's own variance may be infinite, and 0 times infinity is NaN. The effect of a finite variance is smaller than
-    the rounding error.
+    `apply` normalizes x with a posterior. It also gets the observation.
     """
     groups = count_groups(x, statistics_batch_size, rank_group, prior=prior is not None)
-    run = partial(normalize, x, statistics_batch_size=statistics_batch_size, eps=eps)
     size = group_size(x.shape[0], statistics_batch_size)
     rows = group_count(x.shape[0], size)
     joined = rows > groups  # this rank's last group is the only one with this number, and has one value
@@ -223,9 +242,7 @@ def normalize_jointly(
     if joined:
         observation = Moments(*(torch.cat([part, part[-1:]]) for part in observation[:2]))
     posterior = exportable.posterior_of(prior, observation, gain)
-    almost_none = torch.full_like(posterior.mean[0, 0], torch.finfo(posterior.mean.dtype).eps ** 3)
-    y, _, _ = run(posterior, almost_none, *affine(observation))
-    return y, posterior, joint
+    return apply(x, posterior, observation), posterior, joint
 
 
 def take_part_empty(x: Tensor, statistics_batch_size: int | None, rank_group: RankGroup) -> None:

@@ -7,19 +7,21 @@ It contains the training forward, alone or joined with other ranks, three infere
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
+from kalmannorm._norms.closing import ClosingState, Target, corrected, refuse_transforms
 from kalmannorm._norms.distributed import (
     LayerName,
     ProcessGroupChoice,
     RankGroup,
     Ranks,
     normalize_jointly,
+    normalize_with,
     take_part,
     take_part_empty,
 )
@@ -27,9 +29,10 @@ from kalmannorm._norms.running_statistics import TrackedNorm
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
 from kalmannorm._ops.normalize import exportable
-from kalmannorm._support.activation_checkpoints import recompute_id
+from kalmannorm._ops.snapshot import snapshot
+from kalmannorm._support.activation_checkpoints import first_seen, recompute_id
 from kalmannorm._support.checks import check_enough_values, check_input, check_number, positive_int
-from kalmannorm.functional import normalize
+from kalmannorm.functional import normalize, observe
 from kalmannorm.moments import Moments
 
 Inference = Literal["population", "batch", "example"]
@@ -63,6 +66,8 @@ class GroupedNorm(TrackedNorm):
     """Children that are applied to the result, in order. A converted norm class had them after normalizing."""
     example_batch_size: int | None = None
     """m of `example` inference. None: the statistics batch of training."""
+    closing: ClosingState
+    """The state of a closing phase. It exists if `closes` is true."""
     _layer_name: LayerName = LayerName("a norm", 0)
     """Its name in the converted model, or a description. Errors show it."""
 
@@ -152,6 +157,25 @@ class GroupedNorm(TrackedNorm):
         """m of `example` inference."""
         return self.statistics_batch_size if self.example_batch_size is None else self.example_batch_size
 
+    def begin_closing(self) -> None:
+        """Add the state of a closing phase, with strength 0. See `ClosingPhase`."""
+        if not self.closes:
+            like = self.running_mean
+            assert like is not None
+            self.closing = ClosingState(self.num_features, like.device, like.dtype)
+            self.closes = True
+
+    def end_closing(self) -> None:
+        """Remove the state of a closing phase."""
+        if self.closes:
+            self.closes = False
+            del self.closing
+
+    def check_closing(self) -> None:
+        """Raise if this norm cannot have a closing phase."""
+        if not self.track_running_stats:
+            raise ValueError("a closing phase needs running statistics: got track_running_stats=False")
+
     def _forward(
         self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
     ) -> tuple[Tensor, Moments]:
@@ -183,6 +207,15 @@ class GroupedNorm(TrackedNorm):
         # y is a new tensor, so it may be overwritten. Transforms and compilers need out-of-place operations.
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else exportable.finish)(y, residual, relu), posterior
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}closing.strength" in state_dict:
+            self.begin_closing()  # its state is loaded next
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _float32_tensors(self) -> list[Tensor | None]:
+        own = super()._float32_tensors()
+        return [*own, *self.closing.buffers()] if self.closes else own
 
     def _joined_ranks(self) -> RankGroup | None:
         """The ranks that wait for this rank's observation. None if it runs alone."""
@@ -262,8 +295,9 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, rank_group: RankGroup
     ) -> tuple[Tensor, Moments]:
         size = self.statistics_batch_size
+        apply = self._apply_corrected if self.closes else self._apply_posterior
         y, posterior, joint = normalize_jointly(
-            x, prior, gain, self._affine, statistics_batch_size=size, eps=self.eps, rank_group=rank_group
+            x, prior, gain, apply, statistics_batch_size=size, rank_group=rank_group
         )
         if self.track_running_stats and not recomputing():
             if self.wire is not None:
@@ -278,10 +312,46 @@ class GroupedNorm(TrackedNorm):
     ) -> tuple[Tensor, Moments, Moments]:
         # A prior may carry the same γ and β. Using them adds up both of their gradients in one place.
         weight, bias = getattr(prior, "affine", (None, None))
+        weight, bias = self.weight if weight is None else weight, self.bias if bias is None else bias
+        if self.closes:
+            seen = observe(x, self.statistics_batch_size, join_last=prior is None)
+            posterior = exportable.posterior_of(prior, seen, gain)
+            return self._apply_corrected(x, posterior, seen, (weight, bias), residual, relu), posterior, seen
         return normalize(
-            x, prior, gain, self.weight if weight is None else weight, self.bias if bias is None else bias,
+            x, prior, gain, weight, bias,
             statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual, relu=relu,
         )  # fmt: skip
+
+    def _apply_posterior(self, x: Tensor, posterior: Moments, observation: Moments) -> Tensor:
+        """Normalize with a posterior that was computed elsewhere."""
+        size = self.statistics_batch_size
+        return normalize_with(x, posterior, *self._affine(observation), statistics_batch_size=size, eps=self.eps)
+
+    def _apply_corrected(
+        self,
+        x: Tensor,
+        posterior: Moments,
+        observation: Moments,
+        affine: tuple[Tensor | None, Tensor | None] | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> Tensor:
+        """`_apply_posterior` in the closing phase."""
+        refuse_transforms()
+        affine = (self.weight, self.bias) if affine is None else affine
+        # This forward updates the statistics. Its recomputation must read the old values.
+        target, probe = Target(*snapshot(first_seen(self, self._drawn_to))), self.closing.probe
+        size = group_size(x.shape[0], self.statistics_batch_size)
+        moments, *rows = corrected(posterior, affine, target, probe, eps=self.eps, x=x, size=size)
+        return normalize_with(
+            x, moments, *rows, statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual,
+            relu=relu,
+        )  # fmt: skip
+
+    def _drawn_to(self) -> Target:
+        assert self.running_mean is not None and self.running_var is not None
+        closing = self.closing
+        return Target(self.running_mean, self.running_var, closing.strength, closing.averages * closing.scale)
 
     def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
         dtype = statistics_dtype(x)

@@ -207,6 +207,11 @@ class BatchKalmanNorm(GroupedNorm):
         if choice is not None and self.covariance == "full":
             raise ValueError("process_group must be None with covariance='full'; join ranks with covariance='diagonal'")
 
+    def check_closing(self) -> None:
+        super().check_closing()
+        if self.covariance == "full":
+            raise ValueError("a closing phase needs covariance='diagonal', got covariance='full'")
+
     def check_inference(self, mode: str, statistics_batch_size: int | None = None) -> None:
         super().check_inference(mode, statistics_batch_size)
         if mode == "example" and self.covariance == "full":
@@ -346,7 +351,7 @@ class BatchKalmanNorm(GroupedNorm):
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
         diagonal = self.covariance == "diagonal" and self.transition is None
         alone = self.gain_logit is not None or not self._unused()
-        return diagonal and alone and self.training and not self.frozen
+        return diagonal and alone and self.training and not self.frozen and not self.closes
 
     def has_usual_steps(self) -> bool:
         """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""

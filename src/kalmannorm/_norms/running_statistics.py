@@ -56,6 +56,8 @@ class TrackedNorm(_NormBase):
     """Set by `convert`: connects the norm to the model's relay, from which it gets its prior."""
     _pending: Pending | None = None
     """Collects the statistics of forwards inside `accumulate_statistics`. The buffers do not change there."""
+    closes: bool = False
+    """Whether a closing phase has begun (`_norms/closing.py`). Its forward reads the statistics that it updates."""
     _arrived: Tensor | None = None
     """Counts the programs of one launch that have finished. It is zero between launches."""
 
@@ -93,7 +95,7 @@ class TrackedNorm(_NormBase):
         kernels = self._launch(posterior.mean)
         if kernels is None:
             compiled = torch.compiler.is_compiling() and self._pending is None and self.wire is not None
-            if compiled and self.wire.postpone_compiled(posterior, observation, x):
+            if compiled and not self.closes and self.wire.postpone_compiled(posterior, observation, x):
                 return
             with torch.no_grad():
                 self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)

@@ -1,0 +1,147 @@
+"""`ClosingPhase`: late in training, norms go over from the statistics of their groups to the running statistics.
+
+`_norms/closing.py` contains the formulas. Here are the schedule and the moving averages of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from kalmannorm._model.settings import require_norms
+from kalmannorm._norms.closing import ClosingState
+from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._support.checks import check_number, positive_int
+
+_PLACE = LayerName.of("ClosingPhase.step")
+
+
+class ClosingPhase:
+    """Draw every norm gradually from the statistics of its groups to its running statistics, in both directions.
+
+        phase = kalmannorm.ClosingPhase(model, steps=len(loader) * epochs)
+        for x, target in batches:
+            loss_of(model(x), target).backward()
+            optimizer.step()
+            phase.step()
+            optimizer.zero_grad()
+
+    Until `start` the norms run as ever. Then their strength λ rises linearly and reaches 1 at `end`. From there on the
+    model trains as it will run in `population` inference, which is what `fold` exports. The backward uses moving
+    averages of gradients instead of the sums of a small group. So the phase does not diverge where frozen statistics
+    do, and it may begin at a high learning rate.
+
+    Args:
+        steps: optimizer steps of the whole training.
+        start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model.
+        momentum: weight of one step in the moving averages of gradients.
+        scaler: the `torch.amp.GradScaler` of the training, if there is one. Call `step` after `scaler.update()`.
+        process_group: whose gradients are averaged together. "world": all ranks, if there are several. None: this
+            process alone. Every rank has to call `step`.
+
+    With gradient accumulation call `step` once per optimizer step. The averages fit losses that are means over their
+    batch, divided by the number of micro-batches as usual. A step with NaN or Inf gradients changes no average.
+
+    State dicts of the model contain the state of its norms. The phase has a state dict of its own, the number of steps.
+    After the phase `example` inference is no longer what was trained: use `population`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: int,
+        *,
+        start: float = 0.3,
+        end: float = 0.6,
+        momentum: float = 0.1,
+        scaler: GradScaler | None = None,
+        process_group: ProcessGroupChoice = "world",
+    ) -> None:
+        self.steps = positive_int("steps", steps)
+        for name, share in (("start", start), ("end", end)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share}")
+        if end < start:
+            raise ValueError(f"end must be at least start = {start}, got {end}")
+        check_number("momentum", momentum, 0, 1)
+        self.start, self.end, self.momentum, self.scaler = start, end, momentum, scaler
+        self._norms: list[GroupedNorm] = []
+        for name, norm in require_norms(model, "ClosingPhase"):
+            try:
+                norm.check_closing()
+            except ValueError as error:
+                raise ValueError(f"ClosingPhase: layer {name or '(the model itself)'!r}: {error}") from None
+            self._norms.append(norm)
+        self._ranks = Ranks(process_group)
+        self.done = 0
+        self._set_strength()
+
+    @property
+    def strength(self) -> float:
+        """λ of the next step."""
+        share = self.done / self.steps
+        if share < self.start:
+            return 0.0
+        return 1.0 if share >= self.end else (share - self.start) / (self.end - self.start)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After an optimizer step: update the averages of gradients, and set λ of the next step."""
+        for states in self._states():
+            self._update(states)
+        self.done += 1
+        self._set_strength()
+
+    def remove(self) -> None:
+        """End the phase: the norms normalize with their groups again, and the state is removed from them."""
+        for norm in self._norms:
+            norm.end_closing()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the step of `state`. The state of the norms is loaded with the model, before or after this."""
+        self.done = int(state["done"])
+        self._set_strength()
+
+    @torch.no_grad()
+    def _set_strength(self) -> None:
+        if self.done / self.steps < self.start:
+            return
+        for norm in self._norms:
+            norm.begin_closing()
+        for states in self._states():
+            one = torch.ones_like(states[0].strength)
+            torch._foreach_copy_([state.strength for state in states], [one * self.strength] * len(states))
+            if self.scaler is not None:
+                torch._foreach_copy_([state.scale for state in states], [self.scaler.scale(one)] * len(states))
+
+    def _states(self) -> list[list[ClosingState]]:
+        """The states of the norms, one list per device and dtype."""
+        found: dict[object, list[ClosingState]] = {}
+        for state in (norm.closing for norm in self._norms if norm.closes):
+            found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
+        return list(found.values())
+
+    def _update(self, states: list[ClosingState]) -> None:
+        """In few operations on all norms. No value leaves the device."""
+        probes = [state.probe.grad for state in states if state.probe.grad is not None]
+        old = torch.cat([state.averages for state in states], 1)
+        sums = torch.cat(probes, 1).double()  # the number of backwards must not be rounded
+        torch._foreach_zero_(probes)
+        group = self._ranks.group()
+        if group is not None:
+            RankGroup(group, _PLACE).add_up(sums)
+        backwards = sums[2]
+        moves = torch.isfinite(sums).all() & (backwards > 0)
+        new = (sums[:2] / backwards / states[0].scale).to(old.dtype)
+        weight = (1 / (old[2] + 1)).clamp(min=self.momentum)
+        averages = torch.where(moves, torch.lerp(old[:2], new, weight), old[:2])
+        result = torch.cat([averages, (old[2] + moves)[None]])
+        widths = [state.averages.shape[1] for state in states]
+        torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths, 1)))

@@ -1,0 +1,389 @@
+"""The closing phase: its forward and backward by definition, its schedule, and what a training loop may do with it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kalmannorm import (
+    BatchKalmanNorm2d,
+    ClosingPhase,
+    GhostBatchNorm2d,
+    Moments,
+    accumulate_statistics,
+    convert,
+    fold,
+    fuse,
+    to_batchnorm,
+)
+from support import two_ranks
+
+F64 = torch.float64
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)).double()
+
+
+def images(seed: int, examples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(examples, 3, 9, 9, generator=rng, dtype=F64), torch.randint(0, 3, (examples,), generator=rng)
+
+
+def converted(**options) -> nn.Module:
+    return convert(net(), torch.zeros(2, 3, 9, 9, dtype=F64), **{"statistics_batch_size": 2, **options})
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), target)
+
+
+def train(model: nn.Module, phase: ClosingPhase, steps: range, parts: int = 1, rate: float = 0.1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for number in steps:
+        optimizer.zero_grad()
+        x, target = images(number)
+        with accumulate_statistics(model):
+            for some, labels in zip(x.chunk(parts), target.chunk(parts), strict=True):
+                (loss_of(model, some, labels) / parts).backward()
+        optimizer.step()
+        phase.step()
+
+
+def norms_of(model: nn.Module) -> list:
+    return [module for module in model.modules() if isinstance(module, (BatchKalmanNorm2d, GhostBatchNorm2d))]
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def assert_equal(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
+    mine, theirs = state(model), state(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def at(strength: float, norm: nn.Module, seed: int = 3) -> None:
+    """Put a norm into its closing phase, with some state."""
+    rng = torch.Generator().manual_seed(seed)
+    norm.begin_closing()
+    norm.closing.strength.fill_(strength)
+    norm.closing.averages.copy_(torch.randn(3, norm.num_features, generator=rng))
+    norm.running_mean.copy_(0.5 * torch.randn(norm.num_features, generator=rng))
+    norm.running_var.copy_(1 + torch.rand(norm.num_features, generator=rng))
+
+
+def by_definition(norm, x, g, prior, strength):
+    """Output and gradients, group by group, in the words of `_norms/closing.py`."""
+    m, eps, values = norm.statistics_batch_size, norm.eps, x.numel() // x.shape[1]
+    q = torch.ones((), dtype=F64) if prior is None else norm.gain.detach().squeeze()
+    expected_g, expected_gz = norm.closing.averages[:2] / values
+    s = (norm.running_var + eps).sqrt()
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    d_gain, d_prior = torch.zeros((), dtype=F64), [torch.zeros(norm.num_features, dtype=F64) for _ in range(2)]
+    sums = [torch.zeros(norm.num_features, dtype=F64) for _ in range(2)]
+    for start in range(0, len(x), m):
+        for c in range(norm.num_features):
+            part, slope = x[start : start + m, c], g[start : start + m, c]
+            seen, spread, count = part.mean(), part.var(correction=0), part.numel()
+            p_mean, p_var = (seen, spread) if prior is None else (prior[0][c], prior[1][c])
+            off = seen - p_mean
+            mean = q * seen + (1 - q) * p_mean
+            var = q * spread + (1 - q) * p_var + q * (1 - q) * off**2
+            rho = 1 / (var + eps).sqrt()
+            r = (1 / (rho * s[c])).clamp(1 / 3, 3) ** strength
+            d = strength * ((mean - norm.running_mean[c]) / s[c]).clamp(-5, 5)
+            z = r * (part - mean) * rho + d
+            y[start : start + m, c] = norm.weight[c] * z + norm.bias[c]
+            # Sums over the group: its own by 1 - λ, the expected ones by λ.
+            at_mean = -norm.weight[c] * r * rho * ((1 - strength) * slope.sum() + strength * count * expected_g[c])
+            own = (slope * r * (part - mean) * rho).sum() * rho**2
+            at_var = -0.5 * norm.weight[c] * ((1 - strength) * own + strength * count * (r * rho) ** 2 * expected_gz[c])
+            at_seen, at_spread = q * at_mean + 2 * q * (1 - q) * off * at_var, q * at_var
+            dx[start : start + m, c] = (
+                norm.weight[c] * r * rho * slope + at_seen / count + at_spread * 2 * (part - seen) / count
+            )
+            sums[0][c] += slope.sum()
+            sums[1][c] += (slope * z).sum()
+            d_gain += at_mean * off + at_var * (spread - p_var + (1 - 2 * q) * off**2)
+            d_prior[0][c] += (1 - q) * (at_mean - 2 * q * off * at_var)
+            d_prior[1][c] += (1 - q) * at_var
+    return y, dx, sums, d_gain, d_prior
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("examples", [6, 7])
+@pytest.mark.parametrize("kalman", [True, False])
+def test_forward_and_backward_by_definition(kalman, examples, strength):
+    torch.manual_seed(0)
+    x = (1 + 2 * torch.randn(examples, 3, 4, 5, dtype=F64)).requires_grad_()
+    g = torch.randn_like(x).detach()
+    options = {"statistics_batch_size": 2, "dtype": F64}
+    if kalman:
+        norm = BatchKalmanNorm2d(3, 3, transition="weights", gain=0.7, **options)
+        prior = torch.randn(3, dtype=F64).requires_grad_(), (1 + torch.rand(3, dtype=F64)).requires_grad_()
+    else:
+        norm, prior = GhostBatchNorm2d(3, **options), None
+    with torch.no_grad():
+        norm.weight.normal_()
+        norm.bias.normal_()
+        at(strength, norm)
+        target = by_definition(norm, x.detach(), g, prior and [each.detach() for each in prior], strength)
+    y = norm(x) if prior is None else norm(x, Moments(prior[0][None], prior[1][None]))
+    y.backward(g)
+    torch.testing.assert_close(y, target[0])
+    torch.testing.assert_close(x.grad, target[1])
+    torch.testing.assert_close(norm.bias.grad, target[2][0])
+    torch.testing.assert_close(norm.weight.grad, target[2][1])
+    torch.testing.assert_close(norm.closing.probe.grad[:2], torch.stack(target[2]))
+    assert (norm.closing.probe.grad[2] == 1).all()
+    if prior is not None:
+        q = norm.gain.detach()
+        torch.testing.assert_close(
+            norm.gain_logit.grad.squeeze(), target[3] * (q * (1 - q)).squeeze(), rtol=1e-5, atol=0
+        )
+        for mine, wanted in zip(prior, target[4], strict=True):
+            torch.testing.assert_close(mine.grad, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "ghost"}, {"transition": "learned"}], ids=str)
+def test_strength_zero_changes_nothing(options):
+    model = converted(**options)
+    other = copy.deepcopy(model)
+    for norm in norms_of(other):
+        norm.begin_closing()
+    for each in (model, other):
+        loss_of(each, *images(0, 7)).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, dict(other.named_buffers())[name], rtol=1e-9, atol=1e-12)
+
+
+def test_full_strength_trains_the_model_that_population_inference_runs():
+    model, (x, _) = converted(), images(0)
+    for momentum in (1.0, 0.0):  # this batch becomes the running statistics, which then stay
+        for norm in norms_of(model):
+            norm.momentum = momentum
+        model(x)
+    phase = ClosingPhase(model, steps=10, start=0, end=0)
+    assert phase.strength == 1
+    trained = model(x)
+    torch.testing.assert_close(trained, model.eval()(x))
+    folded = fold(model)
+    torch.testing.assert_close(trained, folded(x))
+    torch.testing.assert_close(trained, to_batchnorm(model).eval()(x))
+
+
+def test_schedule():
+    model = converted()
+    phase = ClosingPhase(model, steps=10, start=0.2, end=0.6)
+    seen = []
+    for _ in range(9):
+        seen.append((phase.strength, norms_of(model)[0].closes))
+        phase.step()
+    assert [strength for strength, _ in seen] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
+    assert [closes for _, closes in seen] == [False, False] + [True] * 7
+    assert all(norm.closing.strength == 1 for norm in norms_of(model))
+    phase.remove()
+    assert not any("closing" in name for name in model.state_dict())
+    loss_of(model, *images(0)).backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "ghost"}, {"transition": "learned"}], ids=str)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_equals_one_pass(parts, options):
+    model = converted(**options)
+    other = copy.deepcopy(model)
+    train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
+    train(other, ClosingPhase(other, 12, start=0.1, end=0.5), range(12), parts)
+    for norm in norms_of(other):
+        norm.closing.averages[:2] *= parts  # they are averages of sums per backward
+    assert_equal(model, other, 1e-9)
+
+
+def on_a_rank(rank):
+    model = converted()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    phase = ClosingPhase(model, 12, start=0.1, end=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(12):
+        optimizer.zero_grad()
+        x, target = (each.chunk(2)[rank] for each in images(number))
+        with accumulate_statistics(model, "world"):
+            loss_of(wrapped, x, target).backward()
+        optimizer.step()
+        phase.step()
+    return model.state_dict()
+
+
+def test_two_ranks_equal_one_process(tmp_path):
+    states = two_ranks.run(tmp_path, {"closing": on_a_rank})
+    model = converted()
+    train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
+    for each in states:
+        other = copy.deepcopy(model)
+        other.load_state_dict(each["closing"])
+        assert_equal(model, other, 1e-9)
+
+
+def test_a_recomputed_forward_sees_what_its_first_one_saw():
+    model, (x, target) = converted(), images(0)
+    for norm in norms_of(model):
+        at(0.5, norm)
+    other = copy.deepcopy(model)
+    loss_of(model, x, target).backward()
+    nn.functional.cross_entropy(checkpoint(other, x, use_reentrant=False), target).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    for mine, theirs in zip(norms_of(model), norms_of(other), strict=True):
+        torch.testing.assert_close(mine.closing.probe.grad, theirs.closing.probe.grad)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_resume_bit_for_bit(stop):
+    model = converted()
+    train(model, ClosingPhase(model, 12, start=0.25, end=0.6), range(12))
+    first = converted()
+    phase = ClosingPhase(first, 12, start=0.25, end=0.6)
+    train(first, phase, range(stop))
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "phase": phase.state_dict()}, file)
+    file.seek(0)
+    saved, second = torch.load(file), converted()
+    again = ClosingPhase(second, 12, start=0.25, end=0.6)
+    again.load_state_dict(saved["phase"])
+    second.load_state_dict(saved["model"])
+    train(second, again, range(stop, 12))
+    assert_equal(model, second)
+
+
+def test_a_grad_scaler_changes_nothing():
+    model = converted()
+    other = copy.deepcopy(model)
+    train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    phase = ClosingPhase(other, 12, start=0.1, end=0.5, scaler=scaler)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(12):
+        optimizer.zero_grad()
+        with accumulate_statistics(other):
+            scaler.scale(loss_of(other, *images(number))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        phase.step()
+    assert scaler.get_scale() > 2**10
+    assert_equal(model, other, 1e-12)
+
+
+def test_a_smaller_last_batch_has_the_same_expectation():
+    """The same examples twice in x, with a mean loss: half the gradient per value, and the same sums."""
+    model = converted()
+    for norm in norms_of(model):
+        at(0.7, norm)
+    other = copy.deepcopy(model)
+    x, target = images(0, 4)
+    loss_of(model, x, target).backward()
+    loss_of(other, torch.cat([x, x]), torch.cat([target, target])).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_with_nan_changes_no_average():
+    model = converted()
+    phase = ClosingPhase(model, 10, start=0, end=0.5)
+    train(model, phase, range(2), rate=0.0)
+    before = [norm.closing.averages.clone() for norm in norms_of(model)]
+    (loss_of(model, *images(5)) * float("nan")).backward()
+    phase.step()
+    for norm, old in zip(norms_of(model), before, strict=True):
+        assert torch.equal(norm.closing.averages, old)
+        assert not norm.closing.probe.grad.any()
+
+
+def test_averages_forget_the_start():
+    """The first step counts in full, the second by a half, and so on down to the momentum."""
+    model = converted()
+    phase = ClosingPhase(model, 100, start=0, end=1, momentum=0.4)
+    found = []
+    for number in range(4):
+        loss_of(model, *images(number)).backward()
+        found.append(norms_of(model)[1].closing.probe.grad[:2].clone())
+        phase.step()
+    average = found[0]
+    for weight, new in zip((1 / 2, 0.4, 0.4), found[1:], strict=True):
+        average = average + weight * (new - average)
+    torch.testing.assert_close(norms_of(model)[1].closing.averages[:2], average)
+
+
+def test_compiled_equals_eager():
+    model = converted()
+    other = copy.deepcopy(model)
+    train(model, ClosingPhase(model, 6, start=0, end=0.5), range(6))
+    phase = ClosingPhase(other, 6, start=0, end=0.5)
+    compiled = torch.compile(other, backend="aot_eager")
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(6):
+        optimizer.zero_grad()
+        loss_of(compiled, *images(number)).backward()
+        optimizer.step()
+        phase.step()
+    assert_equal(model, other, 1e-9)
+
+
+def test_a_fused_model():
+    model = converted()
+    other = fuse(copy.deepcopy(model), torch.zeros(2, 3, 9, 9, dtype=F64))
+    for each in (model, other):
+        train(each, ClosingPhase(each, 6, start=0, end=0.5), range(6))
+    assert_equal(model, other, 1e-9)
+
+
+def test_copies_and_dtypes():
+    model = converted().float()
+    ClosingPhase(model, 4, start=0, end=0)
+    loss_of(model, *[each.float() if each.is_floating_point() else each for each in images(0)]).backward()
+    half = copy.deepcopy(model).half()
+    closing = norms_of(half)[0].closing
+    assert closing.averages.dtype == torch.float32 and closing.probe.dtype == torch.float32
+    assert closing.probe.requires_grad and not closing.probe.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 2)), "contains no norm of kalmannorm"),
+        (converted(to="renorm"), "layer '1': BatchRenorm has a schedule of its own"),
+        (nn.Sequential(BatchKalmanNorm2d(3, covariance="full")), "layer '0': a closing phase needs"),
+        (nn.Sequential(GhostBatchNorm2d(3, track_running_stats=False)), "needs running statistics"),
+    ],
+    ids=["none", "renorm", "full", "untracked"],
+)  # fmt: skip
+def test_what_has_no_closing_phase(model, message):
+    with pytest.raises(ValueError, match=message):
+        ClosingPhase(model, 4)
+
+
+@pytest.mark.parametrize("options", [{"start": 0.5, "end": 0.4}, {"start": -1}, {"end": 2}, {"momentum": 2}], ids=str)
+def test_wrong_arguments(options):
+    with pytest.raises(ValueError, match=next(iter(options)) if len(options) == 1 else "end"):
+        ClosingPhase(converted(), 4, **options)
+
+
+def test_no_second_derivative():
+    model, (x, _) = converted(), images(0)
+    ClosingPhase(model, 4, start=0, end=0)
+    (grad,) = torch.autograd.grad(model(x.requires_grad_()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match=r"ClosingPhase\.remove"):
+        torch.func.grad(lambda x: model(x).sum())(x.detach())
