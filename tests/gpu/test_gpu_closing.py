@@ -1,0 +1,141 @@
+"""The closing phase on a GPU: as on the CPU, in half precision, and inside a CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kalmannorm import ClosingPhase, GroupedNorm, convert
+
+pytestmark = pytest.mark.gpu
+F64 = torch.float64
+
+
+def net(dtype: torch.dtype = F64, **options) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 3)).to(dtype)
+    return convert(model, torch.zeros(2, 3, 9, 9, dtype=dtype), **{"statistics_batch_size": 2, **options})
+
+
+def images(seed: int, examples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(examples, 3, 9, 9, generator=rng, dtype=F64), torch.randint(0, 3, (examples,), generator=rng)
+
+
+def train(model: nn.Module, steps: int = 8, layout: torch.memory_format = torch.contiguous_format) -> None:
+    phase = ClosingPhase(model, steps, start=0.2, end=0.6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    like = next(model.parameters())
+    for number in range(steps):
+        optimizer.zero_grad()
+        x, target = images(number, 8 if number else 7)
+        x = x.to(like.device, like.dtype).contiguous(memory_format=layout)
+        nn.functional.cross_entropy(model(x), target.to(like.device)).backward()
+        optimizer.step()
+        phase.step()
+
+
+def assert_close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
+    theirs = other.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.cpu(), theirs[name].cpu(), rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("options", [{}, {"to": "ghost"}, {"transition": "learned"}], ids=str)
+def test_as_on_the_cpu(options, layout):
+    model = net(**options)
+    other = copy.deepcopy(model).cuda()
+    train(model)
+    train(other, layout=layout)
+    assert_close(model, other, 1e-8)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_autocast_stays_near_float32(m):
+    losses = []
+    for half in (False, True):
+        model = net(torch.float32, statistics_batch_size=m).cuda().to(memory_format=torch.channels_last)
+        phase = ClosingPhase(model, 20, start=0, end=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x, target = images(0, 16)
+        x, target = x.float().cuda().contiguous(memory_format=torch.channels_last), target.cuda()
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=half):
+                loss = nn.functional.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+            phase.step()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_a_cuda_graph_of_the_step():
+    """The phase moves outside the graph. Averages and λ are read from memory that stays in place."""
+    model = net(torch.float32).cuda()
+    for norm in model.modules():
+        if isinstance(norm, GroupedNorm):
+            norm.begin_closing()
+    other = copy.deepcopy(model)
+    batches = [[each.cuda() for each in images(number)] for number in range(6)]
+    phase, optimizer = ClosingPhase(model, 6, start=0, end=0.5), torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, target in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x.float()), target).backward()
+        optimizer.step()
+        phase.step()
+
+    x, target = (each.clone() for each in batches[0])
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for parameter in other.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(other(x.float()), target).backward()
+        optimizer.step()
+
+    start = copy.deepcopy(other.state_dict())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    other.load_state_dict(start)
+    for norm in other.modules():
+        if isinstance(norm, GroupedNorm):
+            norm.closing.probe.grad.zero_()
+    phase = ClosingPhase(other, 6, start=0, end=0.5)
+    for images_now, labels in batches:
+        x.copy_(images_now)
+        target.copy_(labels)
+        graph.replay()
+        phase.step()
+    assert_close(model, other, 1e-4)
+
+
+def test_a_step_of_the_phase_takes_few_launches():
+    """It runs in every step, so it must not launch something for every norm."""
+    counts = []
+    for depth in (4, 24):
+        layers = [layer for _ in range(depth) for layer in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))]
+        x = torch.randn(4, 8, 5, 5, device="cuda")
+        model = convert(nn.Sequential(*layers).cuda(), x, statistics_batch_size=2)
+        phase = ClosingPhase(model, 10, start=0, end=0.5)
+        model(x).sum().backward()
+        phase.step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            phase.step()
+            torch.cuda.synchronize()
+        counts.append(sum(event.count for event in profile.key_averages()))
+    assert counts[1] <= counts[0] + 8
