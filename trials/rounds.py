@@ -97,8 +97,8 @@ FIFTH = [
 # The best learning rate of BKN is between 0.1 and 0.2. Does weight decay do the same? Is a higher gain enough at m = 2?
 MIDDLE = {m: dataclasses.replace(form, close=(0.3, 0.6)) for m, form in CLOSING.items()}
 SIXTH = [
-    Run("", MIDDLE[2], rate=0.15),
-    Run("", MIDDLE[1], rate=0.15),
+    Run("", MIDDLE[2], rate=0.15, decay=5e-4),
+    Run("", MIDDLE[1], rate=0.15, decay=5e-4),
     Run("", MIDDLE[2], decay=1e-3),
     Run("", MIDDLE[1], decay=1e-3),
     Run("", BATCH, decay=1e-3),

@@ -28,11 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kalmannorm._groups import group_sizes
+from kalmannorm import _filter as kalman
+from kalmannorm._groups import cast, group_sizes, statistics_dtype
 from kalmannorm._ops.dispatch import transformed
+from kalmannorm._ops.normalize import exportable, registered
 from kalmannorm.moments import Moments
 
 R_MAX, D_MAX = 3.0, 5.0
+Affine = tuple[Tensor | None, Tensor | None]
+"""γ and β, each (C,) or (G, C)."""
 
 
 class ClosingState(nn.Module):
@@ -92,53 +96,170 @@ def refuse_transforms() -> None:
         )
 
 
-def corrected(
-    posterior: Moments,
-    affine: tuple[Tensor | None, Tensor | None],
-    target: Target,
-    probe: Tensor,
-    *,
-    eps: float,
-    x: Tensor,
-    size: int,
-) -> tuple[Moments, Tensor, Tensor]:
-    """Moments to normalize x with, and γ r and γ d + β, all (G, C). The moments are the posterior; gradients differ."""
-    dtype, (weight, bias) = posterior.mean.dtype, affine
-    if weight is None or bias is None:
-        weight, bias = torch.ones_like(posterior.mean[0]), torch.zeros_like(posterior.mean[0])
+class _Rows(NamedTuple):
+    """r, d and what follows from them, each (G, C)."""
+
+    step: Tensor
+    """ρ r"""
+    r: Tensor
+    d: Tensor
+    expected: tuple[Tensor, Tensor]
+    """The part of the gradients of μ and v that does not depend on the group, without γ."""
+
+    @classmethod
+    def of(cls, posterior: Moments, target: Target, share: Tensor | float, eps: float) -> _Rows:
+        """`share`: the share of all values that each group has, (G, 1) or one number."""
+        dtype = posterior.mean.dtype
+        mean, var, strength, averages = (each.to(dtype) for each in target)
+        rho, inverse = (posterior.var + eps).rsqrt(), (var + eps).rsqrt()
+        r = (inverse / rho).clamp(1 / R_MAX, R_MAX) ** strength
+        d = strength * ((posterior.mean - mean) * inverse).clamp(-D_MAX, D_MAX)
+        step, sums = rho * r, strength * share * averages[:2].unsqueeze(1)
+        return cls(step, r, d, (-step * sums[0], -0.5 * step.square() * sums[1]))
+
+    def parameters(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """γ r and γ d + β."""
+        return weight * self.r, weight * self.d + bias
+
+    def backward(self, at_scale: Tensor, at_shift: Tensor, weight: Tensor, probe: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of γ, β and the probe, from those of γ r and γ d + β, which are sums over groups."""
+        sums = at_shift, self.r * at_scale + self.d * at_shift  # of g and of g z
+        whole = [each.sum(0) for each in sums]
+        collected = torch.stack([*whole, torch.ones_like(whole[0])]).to(probe.dtype)
+        return sums[1].sum_to_size(weight.shape), sums[0].sum_to_size(weight.shape), collected
+
+
+def _share(x: Tensor, size: int, like: Tensor) -> Tensor | float:
     positions = x.numel() // (x.shape[0] * x.shape[1])
-    # The share of x's values that each group has, (G, 1) or one number.
-    share = group_sizes(x.shape[0], size, posterior.mean) * (positions / (x.numel() // x.shape[1]))
-    inputs = posterior.mean, posterior.var, weight.to(dtype), bias.to(dtype), probe, *target, share, eps
-    mean, var, scale, shift = _Corrected.apply(*inputs)  # type: ignore[no-untyped-call]
+    return group_sizes(x.shape[0], size, like) * (positions / (x.numel() // x.shape[1]))
+
+
+def _given(affine: Affine, like: Tensor) -> tuple[Tensor, Tensor]:
+    """γ and β in the dtype of the statistics."""
+    weight, bias = affine
+    if weight is None or bias is None:
+        return torch.ones_like(like[0]), torch.zeros_like(like[0])
+    return cast(weight, like.dtype), cast(bias, like.dtype)
+
+
+def corrected(
+    posterior: Moments, affine: Affine, target: Target, probe: Tensor, *, eps: float, x: Tensor, size: int
+) -> tuple[Moments, Tensor, Tensor]:
+    """Moments to normalize x with, and γ r and γ d + β, all (G, C), for a posterior that was computed elsewhere.
+
+    The moments are the posterior, but their gradients are those of the closing phase.
+    """
+    mean, var, scale, shift = _Corrected.apply(  # type: ignore[no-untyped-call]
+        posterior.mean, posterior.var, *_given(affine, posterior.mean), probe, *target,
+        _share(x, size, posterior.mean), eps,
+    )  # fmt: skip
     return Moments(mean, var), scale, shift
 
 
 class _Corrected(torch.autograd.Function):
-    """See the top of this file. The op computes the group's own sums: they are the gradients of its γ and β."""
+    """The op that follows computes the group's own sums: they are the gradients of its moments, γ and β."""
 
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, probe: Tensor, run_mean: Tensor,
         run_var: Tensor, strength: Tensor, averages: Tensor, share: Tensor | float, eps: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        strength = strength.to(mean.dtype)
-        rho, inverse = (var + eps).rsqrt(), (run_var.to(mean.dtype) + eps).rsqrt()
-        r = (inverse / rho).clamp(1 / R_MAX, R_MAX) ** strength
-        d = strength * ((mean - run_mean.to(mean.dtype)) * inverse).clamp(-D_MAX, D_MAX)
-        expected = strength * share * averages[:2].to(mean.dtype).unsqueeze(1)  # (2, 1, C) or (2, G, C)
-        ctx.save_for_backward(weight, rho * r, r, d, 1 - strength, expected)
-        ctx.probe = probe.dtype
-        return mean.view_as(mean), var.view_as(var), weight * r, weight * d + bias
+        target = Target(run_mean, run_var, strength, averages)
+        rows = _Rows.of(Moments(mean, var), target, share, eps)
+        ctx.save_for_backward(weight, probe, 1 - strength.to(mean.dtype), *rows[:3], *rows.expected)
+        return mean.view_as(mean), var.view_as(var), *rows.parameters(weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, at_mean: Tensor, at_var: Tensor, at_scale: Tensor, at_shift: Tensor) -> tuple[Any, ...]:
-        weight, step, r, d, own, expected = ctx.saved_tensors
-        sums = at_shift, r * at_scale + d * at_shift  # of g and g z, in each group
-        d_mean = own * at_mean - weight * step * expected[0]
-        d_var = own * at_var - 0.5 * weight * step.square() * expected[1]
-        whole = [each.sum(0) for each in sums]
-        probe = torch.stack([*whole, torch.ones_like(whole[0])]).to(ctx.probe)
-        at_weight, at_bias = (each.sum_to_size(weight.shape) for each in reversed(sums))
-        return d_mean, d_var, at_weight, at_bias, probe, *[None] * 6
+        weight, probe, own, step, r, d, *expected = ctx.saved_tensors
+        rows = _Rows(step, r, d, (expected[0], expected[1]))
+        of_moments = own * at_mean + weight * expected[0], own * at_var + weight * expected[1]
+        return *of_moments, *rows.backward(at_scale, at_shift, weight, probe), *[None] * 6
+
+
+def normalize_closing(
+    x: Tensor,
+    prior: Moments | None,
+    gain: Tensor | None,
+    affine: Affine,
+    target: Target,
+    probe: Tensor,
+    *,
+    statistics_batch_size: int | None,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> tuple[Tensor, Moments, Moments]:
+    """Output, posterior and observation, as `functional.normalize` returns them, in the closing phase."""
+    dtype = statistics_dtype(x)
+    given: list[Tensor | None] = [None, None, None] if prior is None else [prior.mean, prior.var, gain]
+    x = x.contiguous(memory_format=registered.memory_format_of(x))
+    like = torch.empty(1, x.shape[1], device=x.device, dtype=dtype)
+    y, *moments = _Closing.apply(  # type: ignore[no-untyped-call]
+        x, *[None if each is None else cast(each, dtype) for each in given], *_given(affine, like), residual, probe,
+        *target, statistics_batch_size or 0, eps, relu,
+    )  # fmt: skip
+    return y, Moments(*moments[:2]), Moments(*moments[2:])
+
+
+class _Closing(torch.autograd.Function):
+    """The op with another prior and a smaller gain, which make the same posterior.
+
+    The gain is q' = q (1 - λ). So the op multiplies the group's own sums by 1 - λ before they reach x. The new prior
+    combines the prior, with weight p = 1 - q, and the rest of the observation, with weight q λ.
+
+    The other part of the gradient is known before the backward. It enters as a gradient of the observation. So one pass
+    writes dx, and nothing is rounded before it is added.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, prior_mean: Tensor | None, prior_var: Tensor | None, gain: Tensor | None, weight: Tensor,
+        bias: Tensor, residual: Tensor | None, probe: Tensor, run_mean: Tensor, run_var: Tensor, strength: Tensor,
+        averages: Tensor, size: int, eps: float, relu: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        seen = Moments(*registered.observe(x, size))
+        own = 1 - strength.to(seen.mean.dtype)
+        # Not 0: the variance of x may be infinite, and 0 times infinity is NaN. Not 1: p' would be 0.
+        tiny = torch.finfo(own.dtype).eps
+        if prior_mean is None or prior_var is None or gain is None:
+            prior, posterior, trust = None, seen, own.clamp(tiny**3, 1 - tiny)
+            other = seen
+        else:
+            prior = Moments(prior_mean, prior_var)
+            posterior = exportable.posterior_of(prior, seen, gain)
+            trust = (gain * own).clamp(min=tiny**3)
+            other = exportable.posterior_of(prior, seen, gain * (1 - own) / (1 - trust))
+        target, share = Target(run_mean, run_var, strength, averages), _share(x, size or len(x), seen.mean)
+        rows = _Rows.of(posterior, target, share, eps)
+        inputs = x, other.mean, other.var, trust, *rows.parameters(weight, bias), size, eps, residual, relu
+        output = registered.batch_kalman_norm(*inputs) if registered.watched(x) else registered.forward(*inputs)
+        registered.save(ctx, inputs, output)
+        ctx.closing = prior, gain, seen, own, other, trust, weight, probe, rows
+        return output[0], posterior.mean.clone(), posterior.var.clone(), *output[3:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        prior, gain, seen, own, other, trust, weight, probe, rows = ctx.closing
+        grad_y, at_mean, at_var, *at_seen = grads
+        wanted = Moments(
+            weight * rows.expected[0] + (0 if at_mean is None else at_mean),
+            weight * rows.expected[1] + (0 if at_var is None else at_var),
+        )
+        known = wanted if prior is None else kalman.update_backward(prior, seen, gain, wanted)[1]
+        to_seen = [mine if grad is None else mine + grad for mine, grad in zip(known[:2], at_seen, strict=True)]
+        found = registered.differentiate(ctx, grad_y, None, None, *to_seen)
+        dx, of_other_mean, of_other_var, _, at_scale, at_shift, _, _, d_residual, _ = found
+        of_prior: list[Tensor | None] = [None, None, None]
+        if prior is not None:
+            # Gradients of μ and v by the group's own sums, from those of the other prior.
+            d_var = of_other_var / (1 - trust)
+            d_mean = of_other_mean / (1 - trust) + 2 * trust * (seen.mean - other.mean) * d_var
+            whole = Moments(own * d_mean + wanted.mean, own * d_var + wanted.var)
+            of_moments, _, of_gain = kalman.update_backward(prior, seen, gain, whole)
+            of_prior = [of_moments.mean.sum_to_size(prior.mean.shape), of_moments.var.sum_to_size(prior.var.shape)]
+            of_prior.append(of_gain.sum_to_size(gain.shape) if gain.dim() else of_gain.sum())
+        d_weight, d_bias, collected = rows.backward(at_scale, at_shift, weight, probe)
+        return dx, *of_prior, d_weight, d_bias, d_residual, collected, *[None] * 7

@@ -202,8 +202,6 @@ def normalize_with(
     *,
     statistics_batch_size: int | None,
     eps: float,
-    residual: Tensor | None = None,
-    relu: bool = False,
 ) -> Tensor:
     """Normalize with given moments (G, C), with their gradients.
 
@@ -212,11 +210,8 @@ def normalize_with(
     is NaN. The effect of a finite variance is smaller than the rounding error.
     """
     almost_none = torch.full_like(moments.mean[0, 0], torch.finfo(moments.mean.dtype).eps ** 3)
-    y, _, _ = normalize(
-        x, moments, almost_none, weight, bias,
-        statistics_batch_size=statistics_batch_size, eps=eps, residual=residual, relu=relu,
-    )  # fmt: skip
-    return y
+    size = statistics_batch_size
+    return normalize(x, moments, almost_none, weight, bias, statistics_batch_size=size, eps=eps)[0]
 
 
 def normalize_jointly(

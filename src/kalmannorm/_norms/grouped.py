@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kalmannorm._groups import group_count, group_size, statistics_dtype
-from kalmannorm._norms.closing import ClosingState, Target, corrected, refuse_transforms
+from kalmannorm._groups import group_count, group_size, lone_last, statistics_dtype
+from kalmannorm._norms.closing import Affine, ClosingState, Target, corrected, normalize_closing, refuse_transforms
 from kalmannorm._norms.distributed import (
     LayerName,
     ProcessGroupChoice,
@@ -314,9 +314,7 @@ class GroupedNorm(TrackedNorm):
         weight, bias = getattr(prior, "affine", (None, None))
         weight, bias = self.weight if weight is None else weight, self.bias if bias is None else bias
         if self.closes:
-            seen = observe(x, self.statistics_batch_size, join_last=prior is None)
-            posterior = exportable.posterior_of(prior, seen, gain)
-            return self._apply_corrected(x, posterior, seen, (weight, bias), residual, relu), posterior, seen
+            return self._normalize_closing(x, prior, gain, (weight, bias), residual, relu)
         return normalize(
             x, prior, gain, weight, bias,
             statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual, relu=relu,
@@ -327,26 +325,39 @@ class GroupedNorm(TrackedNorm):
         size = self.statistics_batch_size
         return normalize_with(x, posterior, *self._affine(observation), statistics_batch_size=size, eps=self.eps)
 
-    def _apply_corrected(
+    def _normalize_closing(
         self,
         x: Tensor,
-        posterior: Moments,
-        observation: Moments,
-        affine: tuple[Tensor | None, Tensor | None] | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
+        prior: Moments | None,
+        gain: Tensor | None,
+        affine: Affine,
+        residual: Tensor | None,
+        relu: bool,
+    ) -> tuple[Tensor, Moments, Moments]:
+        """`_normalize` in the closing phase."""
+        size = self.statistics_batch_size
+        if prior is None and lone_last(x, group_size(x.shape[0], size)):  # the op has no groups of m + 1 examples
+            seen = observe(x, size, join_last=True)
+            return exportable.finish(self._apply_corrected(x, seen, seen, affine), residual, relu), seen, seen
+        refuse_transforms()
+        return normalize_closing(
+            x, prior, gain, affine, self._target(), self.closing.probe,
+            statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu,
+        )  # fmt: skip
+
+    def _apply_corrected(
+        self, x: Tensor, posterior: Moments, observation: Moments, affine: Affine | None = None
     ) -> Tensor:
         """`_apply_posterior` in the closing phase."""
         refuse_transforms()
-        affine = (self.weight, self.bias) if affine is None else affine
-        # This forward updates the statistics. Its recomputation must read the old values.
-        target, probe = Target(*snapshot(first_seen(self, self._drawn_to))), self.closing.probe
+        given = (self.weight, self.bias) if affine is None else affine
         size = group_size(x.shape[0], self.statistics_batch_size)
-        moments, *rows = corrected(posterior, affine, target, probe, eps=self.eps, x=x, size=size)
-        return normalize_with(
-            x, moments, *rows, statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual,
-            relu=relu,
-        )  # fmt: skip
+        moments, *rows = corrected(posterior, given, self._target(), self.closing.probe, eps=self.eps, x=x, size=size)
+        return normalize_with(x, moments, *rows, statistics_batch_size=self.statistics_batch_size, eps=self.eps)
+
+    def _target(self) -> Target:
+        # This forward updates the statistics. Its recomputation must read the old values.
+        return Target(*snapshot(first_seen(self, self._drawn_to)))
 
     def _drawn_to(self) -> Target:
         assert self.running_mean is not None and self.running_var is not None

@@ -76,7 +76,8 @@ def _(*flat: Any) -> list[Tensor]:
     return gradients
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save in an autograd context what `differentiate` needs."""
     inputs, results = Inputs(*inputs), Results(*output)
     ctx.set_materialize_grads(False)
     ctx.statistics_batch_size, ctx.eps, ctx.relu = inputs.statistics_batch_size, inputs.eps, inputs.relu
@@ -96,7 +97,8 @@ def _rows(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.dim() > 1 else 1
 
 
-def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients with respect to all arguments of the op, from those of its results."""
     x, prior_mean, prior_var, gain, weight, bias, y, *moments = ctx.saved_tensors
     rows, shape, dtype = ctx.bias
     relu = ctx.relu and not ctx.mask_first
@@ -123,7 +125,7 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     return dx, *d_parameters, d_bias, None, None, d_residual, None
 
 
-torch.library.register_autograd(batch_kalman_norm, _differentiate, setup_context=_save)
+torch.library.register_autograd(batch_kalman_norm, differentiate, setup_context=save)
 
 
 class _Node(torch.autograd.Function):
@@ -132,10 +134,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = forward(*inputs)
-        _save(ctx, inputs, output)
+        save(ctx, inputs, output)
         return output
 
-    backward = staticmethod(_differentiate)
+    backward = staticmethod(differentiate)
 
 
 def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
