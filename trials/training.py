@@ -149,6 +149,7 @@ class Training:
         return state
 
     def _captured(self) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()  # steps may still run on the stream
         before = [tensor.detach().clone() for tensor in self._state()]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

@@ -56,6 +56,29 @@ def test_as_on_the_cpu(options, layout):
     assert_close(model, other, 1e-8)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("options", [{}, {"to": "ghost"}, {"transition": "learned"}], ids=str)
+@pytest.mark.parametrize("strength", [0.0, 0.4, 1.0])
+def test_kernels_in_float32(strength, options, layout):
+    """float64 runs in PyTorch operations, float32 in Triton kernels."""
+    model = net(**options)
+    for norm in model.modules():
+        if isinstance(norm, GroupedNorm):
+            norm.begin_closing()
+            norm.closing.strength.fill_(strength)
+            norm.closing.averages.normal_()
+            norm.running_var.uniform_(0.5, 1.5)
+    other = copy.deepcopy(model).float().cuda()
+    x, target = images(0, 7)
+    nn.functional.cross_entropy(model(x), target).backward()
+    x = x.float().cuda().contiguous(memory_format=layout)
+    nn.functional.cross_entropy(other(x), target.cuda()).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(theirs.grad.cpu().double(), mine.grad, rtol=1e-3, atol=1e-4, msg=name)
+    for (name, mine), theirs in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(theirs.cpu().double(), mine.double(), rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("m", [1, 2])
 def test_autocast_stays_near_float32(m):
     losses = []
