@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from kalmannorm._model.kept_classes import kept_class
 from kalmannorm._model.norm_classes import NormClass, plain_class
 from kalmannorm._norms import baselines, kalman
 from kalmannorm._norms.batchnorm_checkpoints import MANY
@@ -104,6 +105,7 @@ def fresh_grouped(
     filters = {"gain", "per_channel_gain", "rank"}
     settings |= {name: value for name, value in options.items() if name not in filters}
     fresh: GroupedNorm = GROUPED[to][dims - 1](module.num_features, **settings, **_tensors_like(module))
+    fresh.__class__ = kept_class(type(fresh), type(module))
     if _tracks(module):
         _carry_statistics(module, fresh)
     if kind.dims is None and rank is None:

@@ -159,7 +159,7 @@ def _checked_norms(model: nn.Module) -> Norms:
                 f"fold: {name!r} is in {norm.inference!r} inference; only population statistics can be folded: call "
                 "kalmannorm.set_inference(model, 'population') first"
             )
-        if not norm.track_running_stats:
+        if norm.running_mean is None:
             raise ValueError(f"fold: {name!r} has track_running_stats=False, so there are no statistics to fold")
         if isinstance(norm, BatchKalmanNorm) and norm.wire is None and norm.prior_features is not None:
             raise ValueError(

@@ -47,7 +47,7 @@ def register_norm(kind: type[nn.Module], *, then: tuple[str, ...] = ()) -> None:
     not register a class whose forward does anything else.
     """
     for base, known in _BUILT_IN.items():
-        if isinstance(kind, type) and issubclass(kind, base):
+        if isinstance(kind, type) and issubclass(kind, base) and not issubclass(kind, GroupedNorm):
             if isinstance(then, str):
                 raise TypeError(f"register_norm: then must be a tuple of child names, got {then!r}")
             _REGISTERED[kind] = NormClass(known.dims, tuple(then))
@@ -71,7 +71,7 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
             found[name] = module
         elif isinstance(module, _LazyNormBase):
             raise TypeError(f"{name!r} is a {type(module).__name__}: run the model once to set its channels")
-        elif isinstance(module, _BatchNorm) and is_parametrized(module):
+        elif isinstance(module, _BatchNorm) and not isinstance(module, GroupedNorm) and is_parametrized(module):
             raise TypeError(
                 f"{name!r} is parametrized: its weight or bias is computed. Make it a Parameter first, by "
                 "torch.nn.utils.parametrize.remove_parametrizations"

@@ -191,10 +191,8 @@ def blank(like: Tensor) -> Tensor:
 
 def tallies(model: nn.Module) -> dict[str, Tally]:
     """One tally for every norm with running statistics, by name."""
-    kinds: tuple[tuple[type[_NormBase], type[Tally]], ...] = ((GroupedNorm, GroupedTally), (_BatchNorm, BatchNormTally))
     return {
-        name or "(the model itself)": tally(module)
+        name or "(the model itself)": (GroupedTally if isinstance(module, GroupedNorm) else BatchNormTally)(module)
         for name, module in model.named_modules()
-        for norm, tally in kinds
-        if isinstance(module, norm) and module.track_running_stats and module.running_mean is not None
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
     }

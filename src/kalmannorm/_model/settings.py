@@ -65,7 +65,8 @@ def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:
     found = require_norms(model, "freeze_statistics")
     for _, norm in found:
         norm.frozen = frozen
-    others = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    ours = {id(norm) for _, norm in found}
+    others = [n for n, module in model.named_modules() if isinstance(module, _BatchNorm) and id(module) not in ours]
     if frozen and others:
         warnings.warn(
             f"freeze_statistics: {len(others)} torch BatchNorm layers are not frozen and are still updated in "

@@ -11,7 +11,7 @@ r and d are constants in the backward. Updates are μ ← μ + α (μ_B - μ) an
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmannorm._groups import cast, group_size
 from kalmannorm._norms.distributed import ProcessGroupChoice
@@ -166,37 +166,37 @@ class BatchRenorm(GroupedNorm):
         return [f"r_max={self.r_max}", f"d_max={self.d_max}"]
 
 
-class GhostBatchNorm1d(GhostBatchNorm):
+class GhostBatchNorm1d(GhostBatchNorm, nn.BatchNorm1d):
     """`GhostBatchNorm` for x of shape (N, C) or (N, C, L)."""
 
     input_dims = (2, 3)
 
 
-class GhostBatchNorm2d(GhostBatchNorm):
+class GhostBatchNorm2d(GhostBatchNorm, nn.BatchNorm2d):
     """`GhostBatchNorm` for x of shape (N, C, H, W)."""
 
     input_dims = (4,)
 
 
-class GhostBatchNorm3d(GhostBatchNorm):
+class GhostBatchNorm3d(GhostBatchNorm, nn.BatchNorm3d):
     """`GhostBatchNorm` for x of shape (N, C, D, H, W)."""
 
     input_dims = (5,)
 
 
-class BatchRenorm1d(BatchRenorm):
+class BatchRenorm1d(BatchRenorm, nn.BatchNorm1d):
     """`BatchRenorm` for x of shape (N, C) or (N, C, L)."""
 
     input_dims = (2, 3)
 
 
-class BatchRenorm2d(BatchRenorm):
+class BatchRenorm2d(BatchRenorm, nn.BatchNorm2d):
     """`BatchRenorm` for x of shape (N, C, H, W)."""
 
     input_dims = (4,)
 
 
-class BatchRenorm3d(BatchRenorm):
+class BatchRenorm3d(BatchRenorm, nn.BatchNorm3d):
     """`BatchRenorm` for x of shape (N, C, D, H, W)."""
 
     input_dims = (5,)

@@ -7,10 +7,11 @@ It contains the training forward, alone or joined with other ranks, three infere
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kalmannorm._groups import group_count, group_size, lone_last, statistics_dtype
@@ -26,6 +27,7 @@ from kalmannorm._norms.distributed import (
     take_part_empty,
 )
 from kalmannorm._norms.running_statistics import TrackedNorm
+from kalmannorm._norms.sync_conversion import notice_conversion
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
 from kalmannorm._ops.normalize import exportable
@@ -119,6 +121,10 @@ class GroupedNorm(TrackedNorm):
     def check_process_group(self, choice: ProcessGroupChoice) -> None:
         """Raise if this norm cannot join the observations of ranks."""
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        notice_conversion(self)
+        return super().named_children()
+
     def set_inference(self, mode: Inference, *, statistics_batch_size: int | None = None) -> None:
         """Choose the statistics that `eval()` normalizes with: "population", "batch" or "example".
 
@@ -150,7 +156,7 @@ class GroupedNorm(TrackedNorm):
                     "after training in batches of m examples call kalmannorm.set_inference(model, 'example', "
                     "statistics_batch_size=m), or build the layer with statistics_batch_size=m"
                 )
-            if not self.track_running_stats:
+            if self.running_mean is None:
                 raise ValueError("inference='example' needs running statistics: got track_running_stats=False")
 
     def _example_size(self) -> int | None:
@@ -196,10 +202,10 @@ class GroupedNorm(TrackedNorm):
             if alike:
                 return self._forward_train(x, previous, residual, relu)
             y, posterior = self._forward_train(x, previous)
-        elif self.track_running_stats and self.inference == "population":
+        elif self.running_mean is not None and self.inference == "population":
             y, posterior = self._forward_population(x)
         else:
-            single = self.track_running_stats and self.inference == "example"
+            single = self.running_mean is not None and self.inference == "example"
             infer = self._forward_example if single else self._forward_batch
             if alike and not plainly():
                 return infer(x, previous, residual, relu)

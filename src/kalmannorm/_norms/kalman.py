@@ -362,7 +362,7 @@ class BatchKalmanNorm(GroupedNorm):
         """Whether this forward needs a prior."""
         if self.prior_features is None:
             return False
-        return (self.training and not self.frozen) or self.inference != "population" or not self.track_running_stats
+        return (self.training and not self.frozen) or self.inference != "population" or self.running_mean is None
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
         if previous is None:
@@ -433,15 +433,15 @@ def _document(kind: type[BatchKalmanNorm], shape: str) -> None:
     kind.__doc__ = f"`BatchKalmanNorm` for x of shape {shape}.\n\n{inspect.getdoc(BatchKalmanNorm)}"
 
 
-class BatchKalmanNorm1d(BatchKalmanNorm):
+class BatchKalmanNorm1d(BatchKalmanNorm, nn.BatchNorm1d):
     input_dims = (2, 3)
 
 
-class BatchKalmanNorm2d(BatchKalmanNorm):
+class BatchKalmanNorm2d(BatchKalmanNorm, nn.BatchNorm2d):
     input_dims = (4,)
 
 
-class BatchKalmanNorm3d(BatchKalmanNorm):
+class BatchKalmanNorm3d(BatchKalmanNorm, nn.BatchNorm3d):
     input_dims = (5,)
 
 

@@ -8,6 +8,7 @@ normalized is not part of this file.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kalmannorm._norms.batchnorm_checkpoints import fill_from_batchnorm
 from kalmannorm._ops.dispatch import on_device_of, tracking_for, transformed
@@ -38,8 +39,11 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-class TrackedNorm(_NormBase):
-    """Base of `GroupedNorm`: its statistics. Each training forward updates them once."""
+class TrackedNorm(_BatchNorm):
+    """Base of `GroupedNorm`: its statistics. Each training forward updates them once.
+
+    It is a batch norm, so that code which looks for batch norms finds it.
+    """
 
     _version = 101
     """The version of a norm in state dicts (torch's mechanism) and in pickles. Increase it when either changes, and
@@ -269,8 +273,9 @@ class TrackedNorm(_NormBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_known(self, state.get("_version", 0), self._version)
         super().__setstate__({name: value for name, value in state.items() if name != "_version"})  # type: ignore[no-untyped-call]
-        own = (base for base in type(self).__mro__ if issubclass(base, TrackedNorm) and "_fused_from" not in vars(base))
-        kind: Any = next(base for base in own if base.__module__.startswith("kalmannorm."))
+        own = (base for base in type(self).__mro__ if base.__module__.startswith("kalmannorm."))
+        # Not a class that `fuse` or `convert` made, with the name of another one.
+        kind: Any = next(base for base in own if getattr(sys.modules[base.__module__], base.__name__, None) is base)
         check_complete(self, _attributes(kind))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
