@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import kalmannorm
 from kalmannorm import BatchKalmanNorm2d, BatchRenorm2d, GhostBatchNorm2d, freeze_statistics, set_inference
 from support.population_nets import KINDS, data, finish, quiet, same, statistics
 
@@ -347,3 +348,49 @@ def test_eval_is_as_good_as_training_after_recalibration():
         before = gap()
         quiet(model, x.split(8))
         assert gap() < before / 20
+
+
+class Scaled(nn.Module):
+    """Takes a second argument, which changes the statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, image, scale=1.0):
+        return self.body(image * scale)
+
+
+SCALE, LABEL = torch.tensor(3.0), torch.zeros(4, dtype=torch.long)
+BATCHES = {  # the example of convert, a batch of recalibrate, and the scale that the model then gets
+    "tensor": (lambda x: x, lambda x: x, 1),
+    "image and label": (lambda x: x, lambda x: (x, LABEL), 1),
+    "tuple": (lambda x: (x, SCALE), lambda x: (x, SCALE), 3),
+    "tuple and label": (lambda x: (x, SCALE), lambda x: [x, SCALE, LABEL], 3),
+    "dict": (lambda x: {"image": x, "scale": SCALE}, lambda x: {"scale": SCALE, "image": x}, 3),
+    "dict and label": (lambda x: {"image": x}, lambda x: {"label": LABEL, "image": x}, 1),
+    "dict of other names": (lambda x: x, lambda x: {"pixels": x, "scale": SCALE}, 1),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches_are_taken_as_examples_are(case):
+    example, batch, scale = BATCHES[case]
+    x = torch.randn(4, 3, 8, 8)
+    model = kalmannorm.convert(Scaled(), example(x))
+    for given in (model, torch.optim.swa_utils.AveragedModel(model)):
+        kalmannorm.recalibrate(given, [batch(x)], progress=False)
+        inner = getattr(given, "module", given)
+        torch.testing.assert_close(inner.body[1].running_mean, inner.body[0](x * scale).mean((0, 2, 3)))
+
+
+def test_a_model_with_two_required_arguments_gets_both():
+    class Two(Scaled):
+        def forward(self, image, scale):
+            return super().forward(image, scale)
+
+    model, x = kalmannorm.convert(Two(), to="ghost", statistics_batch_size=4), torch.randn(4, 3, 8, 8)
+    kalmannorm.recalibrate(model, [(x, SCALE, LABEL)], progress=False)
+    torch.testing.assert_close(model.body[1].running_mean, model.body[0](x * SCALE).mean((0, 2, 3)))

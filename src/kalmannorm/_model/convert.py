@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import gc
 import warnings
@@ -26,12 +25,16 @@ from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
 from kalmannorm._support.checks import positive_int
+from kalmannorm._support.copying import Detached, copied, copied_with
 from kalmannorm._support.fused_modules import unfuse
 from kalmannorm._wiring.plan import Plan, make_plan
 from kalmannorm._wiring.recording.frozen import is_frozen
 
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
 TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
+
+GAINS = {"weights": 0.5, "learned": 0.9}
+"""The initial gain of each transition. A learned transition starts at A = 0 and has to learn before it helps."""
 
 _STATISTICS = {"inference", "momentum", "process_group"}
 _AVERAGES = {"total_variance", "observation_momentum"}
@@ -78,9 +81,10 @@ def convert(
         transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it.
             "learned" is the paper's transition, a learned matrix on their posteriors. It adds parameters.
         inplace: convert this model instead of a copy.
-        **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain`,
-            `per_channel_gain`, `rank` and `covariance` (learned), `total_variance`, `observation_momentum`; for group
-            `num_groups`; for renorm its schedule. `momentum` and `process_group` default to those of each norm.
+        **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain` (0.5 at the
+            start for weights, 0.9 for learned), `per_channel_gain`, `rank` and `covariance` (learned),
+            `total_variance`, `observation_momentum`; for group `num_groups`; for renorm its schedule. `momentum` and
+            `process_group` default to those of each norm.
     """
     _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
     if to == "batch":
@@ -88,11 +92,12 @@ def convert(
     _check_convertible(model)
     _warn_of_optimizers(model, inplace)
     with torch.inference_mode(False):  # tensors made under inference mode could not be trained
+        computed: Detached = {}
         if not inplace:
-            model = _copied(model)
+            model, computed = copied_with(model)
         found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
         sizes = statistics_batches(model, {name: module for name, (module, _) in found.items()}, statistics_batch_size)
-        plan = make_plan(model, example_input, _traced(model), transition) if to == "kalman" else None
+        plan = make_plan(model, example_input, _traced(model), transition, computed) if to == "kalman" else None
         fresh: dict[str, nn.Module] = {}
         for name, (module, kind) in found.items():  # check all of them before changing any
             try:
@@ -112,16 +117,6 @@ def convert(
             _connect(model, plan)
             watch_weight_decay()
     return model
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{type(model).__name__} cannot be copied: pass inplace=True, or convert before the first forward; after "
-            f"it a computed weight (weight_norm, pruning) has an autograd graph: {error}"
-        ) from error
 
 
 def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
@@ -192,7 +187,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             )
     with torch.inference_mode(False):
         if not inplace:
-            model = copy.deepcopy(model)
+            model = copied(model)
         unfuse(model)
         for module in list(model.modules()):
             if isinstance(module, GroupedNorm):
@@ -306,6 +301,7 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
     """Add gain and transition to every norm that has a prior. The first norm owns the noise of all."""
     lender: LearnedTransition | None = None
     settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
+    settings.setdefault("gain", GAINS[plan.transition])
     for name, wired in plan.norms.items():
         size = next((call.size for call in wired.calls if call.target is not None), None)
         module = fresh[name]

@@ -10,7 +10,6 @@ After a layer x = W u + b, both together are one layer with weight scale · W an
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.settings import norms
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._support.copying import copied
 from kalmannorm._wiring.foldable import foldable
 from kalmannorm._wiring.program import Context, Fixed, Program
 from kalmannorm._wiring.recording.trace import trace
@@ -51,7 +51,7 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
     """
     found = _checked_norms(model)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = copied(model)
         found = _norms(model)
     layers = _layers_of_plan(found) if example_input is None else _layers_of_run(model, example_input, found)
     pairs = _undisturbed(model, found, layers)
@@ -78,7 +78,7 @@ def freeze_priors(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     or call `rewire`. Priors of `learned` depend on the input and stay as they are.
     """
     if not inplace:
-        model = copy.deepcopy(model)
+        model = copied(model)
     wired = [norm for _, norm in norms(model) if isinstance(norm, BatchKalmanNorm) and norm.wire is not None]
     if not wired:
         raise ValueError(

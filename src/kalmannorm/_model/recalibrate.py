@@ -12,6 +12,7 @@ written once, at the end, so an interrupted pass changes nothing.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import sys
 import warnings
@@ -24,7 +25,8 @@ from torch import Tensor, distributed, nn
 from torch.hub import tqdm  # type: ignore[attr-defined]  # the real one where it is installed, else torch's own
 
 from kalmannorm._model.recalibrate_tallies import Tallied, Tally, change, tallies
-from kalmannorm._model.settings import freeze_statistics, named, require_norms, set_inference
+from kalmannorm._model.settings import freeze_statistics, named, norms, require_norms, set_inference
+from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._support.checks import positive_int
 
 Forward = Callable[[nn.Module, Any], object]
@@ -69,7 +71,10 @@ def recalibrate(
     may have different numbers of batches. (A sharded model, as in FSDP, needs equal numbers.)
 
     Args:
-        loader: yields batches: a tensor, or a tuple, list or dict whose first element is the model's input.
+        loader: yields batches. A tensor is the model's input. Of a tuple or list, the model gets the first elements: as
+            many as the example of `convert` had, else as many as its forward requires. So (images, labels) works. Of a
+            dict, the model gets the entries that its forward has arguments for, by keyword. If a required argument is
+            missing, the first entry is its input.
         max_batches: the most batches on each rank; None takes all.
         forward: runs the model on batches of another kind, `forward(model, batch)`. Its result is not used. To
             re-estimate a part of a model only, pass that part, and a `forward` that runs the whole model in `eval()`.
@@ -89,7 +94,7 @@ def recalibrate(
         raise ValueError(f"recalibrate: {type(model).__name__} contains no norm with running statistics")
     batches, failure = 0, None
     try:
-        batches = _run(model, loader, found.values(), max_batches, forward or _first_element, progress)
+        batches = _run(model, loader, found.values(), max_batches, forward or _run_batch, progress)
     except Exception as error:
         failure = error  # the other ranks wait for this one, so it must not leave yet
     own = {} if failure else {name: tally.state() for name, tally in found.items()}
@@ -189,17 +194,55 @@ def _bar(loader: Iterable[Any], max_batches: int | None, progress: bool) -> Any:
     return bar
 
 
-def _first_element(model: nn.Module, batch: Any) -> object:
-    elements = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(elements, (tuple, list)) and len(elements):
-        return model(elements[0])
+def _run_batch(model: nn.Module, batch: Any) -> object:
     if isinstance(batch, Tensor):
         return model(batch)
+    if isinstance(batch, Mapping):
+        named_here = _named_arguments(model, batch)
+        if named_here:
+            return model(**named_here)
+    elements = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(elements, (tuple, list)) and len(elements):
+        return model(*elements[: 1 if isinstance(batch, Mapping) else _positional(model)])
     raise TypeError(
-        "loader must yield tensors, or tuples, lists or dicts whose first element is the model's input; got "
+        "loader must yield tensors, or tuples, lists or dicts that start with the model's input; got "
         f"{'an empty' if isinstance(elements, (tuple, list)) else 'a'} {type(batch).__name__}. For other batches pass "
         "forward, a function of (model, batch) that runs the model"
     )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP, `torch.compile` or `AveragedModel`. Their forwards take anything."""
+    inside = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "AveragedModel": "module"}
+    while type(model).__name__ in inside:
+        model = getattr(model, inside[type(model).__name__])
+    return model
+
+
+def _named_arguments(model: nn.Module, batch: Mapping[Any, Any]) -> dict[str, Any]:
+    """The entries of a batch for which the forward of the model has arguments."""
+    arguments = inspect.signature(_unwrapped(model).forward).parameters.values()
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        return {name: value for name, value in batch.items() if isinstance(name, str)}
+    known = {a.name: a.default for a in arguments if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)}
+    found = {name: value for name, value in batch.items() if name in known}
+    missing = [name for name, default in known.items() if default is inspect.Parameter.empty and name not in found]
+    return {} if missing else found
+
+
+def _positional(model: nn.Module) -> int:
+    """How many elements of a tuple or list the model gets."""
+    model = _unwrapped(model)
+    for _, norm in norms(model):
+        if isinstance(norm, BatchKalmanNorm) and norm.wire is not None and norm.wire.relay.model.module() is model:
+            return max(int(norm.wire.relay.plan.arguments), 1)
+    required = [
+        argument
+        for argument in inspect.signature(model.forward).parameters.values()
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
+    return max(len(required), 1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

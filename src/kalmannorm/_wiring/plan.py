@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from kalmannorm._support.copying import Detached
 from kalmannorm._support.pickles import Complete
 from kalmannorm._wiring.foldable import foldable
 from kalmannorm._wiring.program import Parameter, Posterior, Program
 from kalmannorm._wiring.recording.records import FROM_NUMBERS, UNSEEN
-from kalmannorm._wiring.recording.trace import NoInputError, Trace, trace
+from kalmannorm._wiring.recording.trace import LostGradientError, NoInputError, Trace, arguments, trace
 from kalmannorm._wiring.rules.beliefs import Beliefs, Unknown
 from kalmannorm._wiring.rules.feeding import Feeding
 from kalmannorm._wiring.rules.posteriors import Posteriors
@@ -55,17 +56,21 @@ class Plan(Complete):
     transition: Transition
     failed: list[str] = field(default_factory=list)  # at most one run that failed, with its error
     owners: dict[int, str] = field(default_factory=dict)  # layer that each Parameter step reads
+    arguments: int = 1  # number of positional arguments in the example
 
 
 Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
 
 
-def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Transition) -> Plan:
+def make_plan(
+    model: nn.Module, example_input: Any, norms: Norms, transition: Transition, detached: Detached | None = None
+) -> Plan:
     """Trace the model in eval and in training, and wire every norm that ran in either of them.
 
     If a norm runs in both, the eval run counts, because it has no randomness. Auxiliary heads run in training only.
+    `detached` are tensors that lost their graph when the model was copied. Its forward may not read them.
     """
-    traces, failed = _traces(model, example_input, norms)
+    traces, failed = _traces(model, example_input, norms, detached or {})
     program, norm_steps = Program(), dict[int, int]()
     plans = {name: NormPlan(name, _channels(module), module=WeakModule(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
@@ -92,15 +97,15 @@ def make_plan(model: nn.Module, example_input: Any, norms: Norms, transition: Tr
     names = {id(module): name for name, module in model.named_modules()}
     owned = {i: id(step.owner.module()) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
     owners = {step: names[owner] for step, owner in owned.items() if owner in names}
-    return Plan(program, plans, transition, failed, owners)
+    return Plan(program, plans, transition, failed, owners, len(arguments(example_input)[0]))
 
 
-def _traces(model: nn.Module, example_input: Any, norms: Norms) -> tuple[list[Trace], list[str]]:
+def _traces(model: nn.Module, example_input: Any, norms: Norms, detached: Detached) -> tuple[list[Trace], list[str]]:
     traces, errors, failed = [], [], []
     for training in (False, True):
         try:
-            traces.append(trace(model, example_input, norms, training=training))
-        except NoInputError:
+            traces.append(trace(model, example_input, norms, training=training, detached=detached))
+        except (NoInputError, LostGradientError):
             raise
         except Exception as error:
             errors.append(error)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -28,6 +29,18 @@ def check_gathered(tensor: Any, name: str) -> None:
             f"kalmannorm: a prior reads {name!r} of a layer whose parameters are sharded and not gathered now; shard "
             "the model as one unit, as fully_shard(model) does, not block by block"
         )
+
+
+def _of_removed(module: nn.Module, name: str) -> Any:
+    """A tensor that the module had at conversion. After `prune.remove` the weight contains the mask."""
+    plain, _, kind = name.rpartition("_")
+    merged = module._parameters.get(plain)
+    if merged is not None and kind in ("orig", "mask"):
+        return merged if kind == "orig" else torch.ones_like(merged)
+    raise RuntimeError(
+        f"kalmannorm: a prior reads {name!r} of a {type(module).__name__} that has no {name!r} any more; call "
+        "kalmannorm.rewire(model, example_input)"
+    )
 
 
 class WeakModule:
@@ -56,7 +69,7 @@ class WeakModule:
         """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
         module = self.module()
         if module is not None:
-            tensor = getattr(module, name)
+            tensor = getattr(module, name) if hasattr(module, name) else _of_removed(module, name)
             check_gathered(tensor, name)
             return tensor
         for held in self._tensors:

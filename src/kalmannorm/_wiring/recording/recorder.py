@@ -85,6 +85,7 @@ class Recorder(TorchFunctionMode):
         self.trace = Trace()
         self.paused = False
         self.escaped = False  # data has left torch
+        self.outside: set[int] = set()  # identities of tensors that were read, existed before and are not the model's
         self.path: list[str] = []
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._aliases = Aliases()
@@ -127,6 +128,7 @@ class Recorder(TorchFunctionMode):
         value = self.find(tensor)
         if value is None:
             if self._existed(tensor):
+                self.outside.add(id(tensor))
                 value = self._value(tensor)
                 self._keep(value, tensor)
             else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from kalmannorm._support.copying import Detached
 from kalmannorm._support.fused_modules import unfused
 from kalmannorm._wiring.recording import frozen
 from kalmannorm._wiring.recording.recorder import Recorder
@@ -31,6 +32,10 @@ _MOST_OBJECTS = 1 << 16  # the most objects of an example input that are searche
 
 class NoInputError(ValueError):
     """No tensor was found in the example input."""
+
+
+class LostGradientError(RuntimeError):
+    """The forward reads a tensor that lost its graph when the model was copied."""
 
 
 def _standardized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -123,8 +128,22 @@ def _no_graph(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _check_read(model: nn.Module, read: set[int], detached: Detached) -> None:
+    for key in read & detached.keys():
+        raise LostGradientError(
+            f"{type(model).__name__} cannot be copied: its forward reads {detached[key][1]!r}, which was computed "
+            "outside of the forward and would lose its gradient in the copy; pass inplace=True, or compute it in the "
+            "forward"
+        )
+
+
 def trace(
-    model: nn.Module, example_input: Any, norms: Mapping[str, tuple[nn.Module, Sequence[str]]], *, training: bool
+    model: nn.Module,
+    example_input: Any,
+    norms: Mapping[str, tuple[nn.Module, Sequence[str]]],
+    *,
+    training: bool,
+    detached: Detached | None = None,
 ) -> Trace:
     """Run the model once in the given mode and record it. The model and the input stay unchanged.
 
@@ -143,6 +162,7 @@ def trace(
         try:
             with recorder, recorder.seeing_functions():
                 out = model(*args, **kwargs)
+            _check_read(model, recorder.outside, detached or {})
             return recorder.finish(out)
         finally:
             recorder.restore()

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_MACHINERY = set(vars(nn.Module()))
+
 
 @contextmanager
 def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the training flag of every module, without calling `train()`, and restore everything afterwards.
 
-    Attributes that the forward assigns get their old values, and submodules that it adds are removed. Changes inside a
-    list or dict are not undone. For a scripted module only the buffers are restored.
+    Attributes that the forward assigns get their old values, also inside lists, dicts and sets. Submodules that it adds
+    are removed. For a scripted module only the buffers are restored.
     """
     modules = list({id(module): module for module in model.modules()}.values())
     flags = [(module, module.training) for module in modules]
@@ -26,6 +28,7 @@ def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
     registered = [
         (table, dict(table)) for module in plain for table in (module._parameters, module._buffers, module._modules)
     ]
+    containers = list(_containers(plain))
     tensors = {id(t): t for module in modules for t in module._buffers.values() if t is not None}
     values = [(t, t.detach().clone()) for t in tensors.values()]
     devices = {t.device for t in (*model.parameters(), *tensors.values()) if t.device.type == "cuda"}
@@ -45,6 +48,8 @@ def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.__dict__.update(before)
         for table, held in registered:
             _refill(table, held)
+        for container, copied in containers:
+            _put_back(container, copied)
         for module, flag in flags:
             module.training = flag
         with torch.no_grad():
@@ -53,7 +58,31 @@ def untouched(model: nn.Module, *, training: bool) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def _refill(table: Any, before: dict[str, Any]) -> None:
+def _containers(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Lists, dicts and sets in attributes of modules, each with a copy. Not the tables of torch."""
+    pending = [value for module in modules for name, value in vars(module).items() if name not in _MACHINERY]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if type(value) in (list, dict, set, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            if type(value) is not tuple:
+                yield value, value.copy()
+            pending += value.values() if type(value) is dict else value
+
+
+def _put_back(container: Any, before: Any) -> None:
+    if type(container) is list:
+        if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+            container[:] = before
+    elif type(container) is dict:
+        if list(container) != list(before) or any(container[key] is not before[key] for key in before):
+            _refill(container, before)
+    elif container != before:
+        _refill(container, before)
+
+
+def _refill(table: Any, before: Any) -> None:
     table.clear()
     table.update(before)
 

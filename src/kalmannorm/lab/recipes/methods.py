@@ -59,7 +59,7 @@ METHODS: dict[str, Method] = {
         "BKN learned",
         "The paper's Batch Kalman norm: how one layer predicts the next is learned.",
         "kalman",
-        {"transition": "learned", "gain": 0.9},
+        {"transition": "learned"},
     ),
 }
 
