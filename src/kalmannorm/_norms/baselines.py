@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from kalmannorm._groups import cast, group_size
 from kalmannorm._norms.distributed import ProcessGroupChoice
@@ -20,6 +21,7 @@ from kalmannorm._ops.normalize import exportable
 from kalmannorm._ops.track.averages import Groups
 from kalmannorm._ops.track.request import Kind
 from kalmannorm._support.activation_checkpoints import first_seen
+from kalmannorm._support.tracing import leaf
 from kalmannorm.functional import normalize, observe
 from kalmannorm.moments import Moments
 
@@ -32,6 +34,8 @@ class GhostBatchNorm(GroupedNorm):
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Normalize x. `residual` and `relu` are those of `BatchKalmanNorm`."""
+        if type(x) is not Tensor and isinstance(x, Proxy):
+            return leaf(self, x, residual=residual, relu=relu)  # type: ignore[no-any-return]
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
 
@@ -94,6 +98,8 @@ class BatchRenorm(GroupedNorm):
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Normalize x. `residual` and `relu` are those of `BatchKalmanNorm`."""
+        if type(x) is not Tensor and isinstance(x, Proxy):
+            return leaf(self, x, residual=residual, relu=relu)  # type: ignore[no-any-return]
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
     def clips(self, batches: Tensor | None = None) -> tuple[Tensor, Tensor]:

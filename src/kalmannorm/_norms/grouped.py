@@ -34,6 +34,7 @@ from kalmannorm._ops.normalize import exportable
 from kalmannorm._ops.snapshot import snapshot
 from kalmannorm._support.activation_checkpoints import first_seen, recompute_id
 from kalmannorm._support.checks import check_enough_values, check_input, check_number, positive_int
+from kalmannorm._support.tracing import jit_traces
 from kalmannorm.functional import normalize, observe
 from kalmannorm.moments import Moments
 
@@ -47,16 +48,18 @@ def recomputing() -> bool:
 
 
 def exporting() -> bool:
-    """Whether `torch.export` traces this forward. An exported program stores no state of the norm.
+    """Whether `torch.export` or `torch.jit.trace` traces this forward. An exported program stores no state of the norm.
 
     `torch.compiler.is_exporting` is not used, because dynamo also treats it as True under `torch.compile` (torch 2.10).
     """
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_dynamo_compiling()
+    return jit_traces()
 
 
 def plainly() -> bool:
     """Whether inference uses plain operations instead of the op. Exporters know them, and compilers optimize them."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or jit_traces()
 
 
 class GroupedNorm(TrackedNorm):

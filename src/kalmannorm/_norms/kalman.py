@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from kalmannorm._filter import GAIN_MARGIN, gain_of
 from kalmannorm._norms.distributed import ProcessGroupChoice
@@ -24,6 +25,7 @@ from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition, give_di
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
 from kalmannorm._support.compiling import name_of_norm, normalize_compiled
+from kalmannorm._support.tracing import jit_traces, leaf
 from kalmannorm.moments import Moments
 
 Transition = Literal["learned", "identity", "weights"]
@@ -322,6 +324,9 @@ class BatchKalmanNorm(GroupedNorm):
         `residual` is added to the result, and `relu` applies a ReLU, both in the same pass. If either is used, the
         children of `then` are not applied.
         """
+        if type(x) is not Tensor and isinstance(x, Proxy):
+            options = {"previous": previous, "return_posterior": return_posterior, "residual": residual, "relu": relu}
+            return leaf(self, x, **options)  # type: ignore[no-any-return]
         if self._posterior is not None:
             self.release()
         if previous is None and not return_posterior:
@@ -336,7 +341,7 @@ class BatchKalmanNorm(GroupedNorm):
         wired = self.wire is not None and previous is None
         if wired:
             call = self.wire.begin()
-            previous = self.wire.previous(call, x) if self._needs_prior() else None
+            previous = self._previous(call, x) if self._needs_prior() else None
         y, posterior = self._forward(x, previous, residual, relu)
         if wired:  # the relay keeps the posterior, not this layer
             self.wire.deliver(call, posterior)
@@ -346,6 +351,15 @@ class BatchKalmanNorm(GroupedNorm):
         if not wired:
             self._hold(posterior)
         return y
+
+    def _previous(self, call: int, x: Tensor) -> Moments | None:
+        if self.training and not self.frozen and jit_traces():
+            raise ValueError(
+                f"torch.jit.trace of {self._layer_name.name} in training: the trace would keep its prior as a "
+                "constant; call model.eval() first, or use torch.compile for training"
+            )
+        previous: Moments | None = self.wire.previous(call, x)
+        return previous
 
     def takes_short_way(self) -> bool:
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""

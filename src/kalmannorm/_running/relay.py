@@ -30,6 +30,7 @@ from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
 from kalmannorm._support.compiling import Site, begin_traced, current, end_traced, in_whole_model
 from kalmannorm._support.pickles import Complete, check_complete
+from kalmannorm._support.tracing import jit_traces, untraced
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
@@ -231,6 +232,12 @@ class Relay:
             self._consume(call, sources)
         return previous
 
+    def constant(self, target: int, x: Tensor) -> Moments:
+        """The prior as a constant of a graph that `torch.jit.trace` records. It depends on parameters alone."""
+        with untraced(), torch.no_grad():
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            return self.program.evaluate(target, Context(x.device, dtype, {}, x.shape[0]), {})
+
     def _bundles_of_part(self) -> PriorBundles:
         """The bundles of the running model, or of the part that runs."""
         part = self.state.part
@@ -388,7 +395,11 @@ class Wire(Complete):
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
         target = self.targets[which]
-        return None if target is None else self.relay.evaluate(self.calls[which], target, self.sources[which], x)
+        if target is None:
+            return None
+        if not self.sources[which] and jit_traces():
+            return self.relay.constant(target, x)
+        return self.relay.evaluate(self.calls[which], target, self.sources[which], x)
 
     def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
         return self.relay.postpone(request, kernels)

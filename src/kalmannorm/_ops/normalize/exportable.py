@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm import _filter as kalman
-from kalmannorm._groups import expand_groups, group_size, lone_last, merge_examples, statistics_dtype
+from kalmannorm._groups import cast, expand_groups, group_size, lone_last, merge_examples, statistics_dtype
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
@@ -47,18 +47,18 @@ def observe_joined(x: Tensor, size: int, observe: Callable[[Tensor, int], Moment
 def apply(x: Tensor, moments: Moments, weight: Tensor | None, bias: Tensor | None, size: int, eps: float) -> Tensor:
     """y = γ (x - mean) / sqrt(var + eps) + β. `size` examples share a row of the moments. γ, β are (C,) or (G, C)."""
     dtype = moments.mean.dtype
-    scale = torch.rsqrt(moments.var + eps)
-    if weight is not None:
-        scale = scale * weight.to(dtype)
+    # A quotient: onnxruntime 1.23 breaks the graph of (1 / σ) γ if the legacy exporter joined equal γ of several norms.
+    var = moments.var + eps
+    scale = torch.rsqrt(var) if weight is None else cast(weight, dtype) / torch.sqrt(var)
 
     def spread(rows: Tensor) -> Tensor:
         rows_NC = expand_groups(rows, x.shape[0], size)
         return rows_NC.reshape(rows_NC.shape + (1,) * (x.dim() - 2))
 
-    y = (x.to(dtype) - spread(moments.mean)) * spread(scale)
+    y = (cast(x, dtype) - spread(moments.mean)) * spread(scale)
     if bias is not None:
-        y = y + spread(bias.to(dtype).reshape(-1, x.shape[1]))
-    return y.to(x.dtype)
+        y = y + spread(cast(bias, dtype).reshape(-1, x.shape[1]))
+    return cast(y, x.dtype)
 
 
 def finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
@@ -71,7 +71,7 @@ def posterior_of(prior: Moments | None, observation: Moments, gain: Tensor | Non
     if prior is None or gain is None:
         return observation
     dtype = observation.mean.dtype
-    return kalman.update(prior.to(dtype), observation, gain.to(dtype))
+    return kalman.update(prior.to(dtype), observation, cast(gain, dtype))
 
 
 def normalize(
