@@ -7,6 +7,7 @@ from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import Fusion, fuse
 from kalmannorm._model.norm_classes import register_norm
+from kalmannorm._model.norm_layer import norm_layer
 from kalmannorm._model.optimization import gains, parameter_groups
 from kalmannorm._model.recalibrate import Recalibration, finish_on_population, recalibrate
 from kalmannorm._model.settings import check_statistics, freeze_statistics, set_inference
@@ -57,6 +58,7 @@ __all__ = [
     "fuse",
     "gains",
     "moments",
+    "norm_layer",
     "parameter_groups",
     "recalibrate",
     "register_norm",

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.optimization import watch_weight_decay
+from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
 from kalmannorm._norms.distributed import LayerName
@@ -27,7 +28,7 @@ from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.copying import Detached, copied, copied_with
 from kalmannorm._support.fused_modules import unfuse
-from kalmannorm._wiring.plan import Plan, make_plan
+from kalmannorm._wiring.plan import Plan, Transition, make_plan
 from kalmannorm._wiring.recording.frozen import is_frozen
 
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
@@ -132,25 +133,34 @@ def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
 
 
 def rewire(model: nn.Module, example_input: Any) -> Wiring:
-    """Wire a converted model again for another input, such as another image size. Parameters stay the same.
+    """Wire a model: one built with `norm_layer`, or a converted one again for another input. Parameters stay the same.
 
     The prior of `weights` depends on the share of a map that lies at its padded edge, and so on the size of the example
-    input.
+    input. Batch norms that are left in a model built with `norm_layer` stay as they are. They are sources of priors.
     """
-    wired = [module for module in model.modules() if isinstance(module, BatchKalmanNorm) and module.wire is not None]
-    if not wired:
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchKalmanNorm)}
+    wired = [module for module in norms.values() if module.wire is not None]
+    waiting = {name: module for name, module in norms.items() if isinstance(module, KalmanNorm)}
+    if not wired and not waiting:
         raise ValueError(f"rewire: {type(model).__name__} was not converted; call kalmannorm.convert first")
+    transition: Transition = wired[0].wire.relay.plan.transition if wired else "weights"
+    if waiting and transition != "weights":
+        raise ValueError(
+            f"rewire: {next(iter(waiting))!r} was built by norm_layer, which needs transition='weights', but this "
+            f"model was converted with transition={transition!r}"
+        )
     with torch.inference_mode(False):
-        plan = make_plan(model, example_input, _traced(model), wired[0].wire.relay.plan.transition)
+        plan = make_plan(model, example_input, {name: (norm, norm.then) for name, norm in norms.items()}, transition)
     for name, now in plan.norms.items():
-        module = model.get_submodule(name)
-        assert isinstance(module, BatchKalmanNorm)
         sizes = {call.size for call in now.calls if call.size is not None}
-        if sizes and sizes != {module.prior_features}:
+        if sizes and sizes != {norms[name].prior_features}:
             raise ValueError(
                 f"rewire: with this input {name!r} gets {sizes.pop()} posterior entries, but was built for "
-                f"{module.prior_features}; convert the BatchNorm model with this input instead"
+                f"{norms[name].prior_features}; convert the BatchNorm model with this input instead"
             )
+    for name, norm in waiting.items():
+        norm.settle(any(call.target is not None for call in plan.norms[name].calls))
+        vars(norm)["_layer_name"] = LayerName.of(f"layer {name!r}")
     _connect(model, plan)
     return wiring(model)
 
