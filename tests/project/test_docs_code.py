@@ -14,6 +14,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that the pages show
 @pytest.mark.parametrize("page", ["integrations.md"])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

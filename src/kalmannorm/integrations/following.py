@@ -1,0 +1,74 @@
+"""What the callbacks of all trainers do: convert in time, recalibrate before an evaluation, and collect figures to log.
+
+Conversion adds parameters, so it must come before the optimizer is built. It is done in place, because the trainer
+holds the model already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kalmannorm._model.convert import convert, rewire
+from kalmannorm._model.norm_layer import KalmanNorm
+from kalmannorm._model.optimization import gains
+from kalmannorm._model.recalibrate import Forward, recalibrate, to_device
+from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._support.checks import positive_int
+from kalmannorm.integrations.variance_gaps import VarianceGaps
+
+Data = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+class Following:
+    """The settings and the state of one callback."""
+
+    def __init__(
+        self,
+        example_input: Any,
+        recalibrate_on: Data | None,
+        recalibrate_batches: int | None,
+        forward: Forward | None,
+        per_layer: bool,
+        options: dict[str, Any],
+    ) -> None:
+        if "inplace" in options:
+            raise TypeError("inplace: the callback always converts in place, because the trainer holds the model")
+        if recalibrate_batches is not None:
+            recalibrate_batches = positive_int("recalibrate_batches", recalibrate_batches)
+        self.example_input, self.options = example_input, options
+        self.data, self.batches, self.forward = recalibrate_on, recalibrate_batches, forward
+        self.per_layer, self.gaps = per_layer, VarianceGaps()
+
+    def prepare(self, model: nn.Module, example_input: Any) -> None:
+        """Convert a model with batch norms, or wire one that was built with `norm_layer`. Others stay as they are."""
+        norms = [module for module in model.modules() if isinstance(module, GroupedNorm)]
+        waiting = any(isinstance(norm, KalmanNorm) for norm in norms)
+        if norms and not waiting:
+            return
+        tensor = next(model.parameters(), torch.empty(0))
+        example_input = to_device(example_input, tensor.device)
+        if waiting:
+            rewire(model, example_input)
+        else:
+            convert(model, example_input, inplace=True, **self.options)
+
+    def recalibrate(self, model: nn.Module) -> None:
+        """Recalibrate on the data that were given. The random numbers of training stay the same."""
+        if self.data is None:
+            return
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices):
+            data = self.data() if callable(self.data) else self.data
+            recalibrate(model, data, max_batches=self.batches, forward=self.forward, progress=False)
+
+    def figures(self, model: nn.Module) -> dict[str, float]:
+        """Averages over all norms, then the figures of each norm where they were asked for."""
+        kinds = {"gain": gains(model), "variance_gap": self.gaps.last()}
+        means = {f"kalman/{kind}": sum(found.values()) / len(found) for kind, found in kinds.items() if found}
+        if not self.per_layer:
+            return means
+        return means | {f"kalman/{kind}/{name}": n for kind, found in kinds.items() for name, n in found.items()}
