@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures clean
+.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures docs clean
 
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
@@ -18,6 +18,7 @@ help:
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
 	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
 	@echo "make figures  redraw the README's picture from its records"
+	@echo "make docs     build the documentation site into build/site; a warning is an error"
 	@echo "make install  only create .venv, pinned, with all extras"
 
 install: $(INSTALLED)
@@ -28,7 +29,7 @@ $(LAB): pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(LAB)
-	$(PIP) --editable '.[lab,test]'
+	$(PIP) --editable '.[lab,test,docs]'
 	@touch $@
 
 demo: $(LAB)
@@ -67,5 +68,8 @@ families: install
 figures: install
 	$(BIN)/python docs/figures/draw.py
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
