@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
-from kalmannorm._model.optimization import watch_weight_decay
 from kalmannorm._model.norm_layer import KalmanNorm
+from kalmannorm._model.optimization import watch_weight_decay
 from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
 from kalmannorm._norms.distributed import LayerName
