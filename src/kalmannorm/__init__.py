@@ -6,6 +6,7 @@ from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import Fusion, fuse
+from kalmannorm._model.graphed import graphed
 from kalmannorm._model.norm_classes import register_norm
 from kalmannorm._model.norm_layer import norm_layer
 from kalmannorm._model.optimization import gains, parameter_groups
@@ -57,6 +58,7 @@ __all__ = [
     "functional",
     "fuse",
     "gains",
+    "graphed",
     "moments",
     "norm_layer",
     "parameter_groups",
