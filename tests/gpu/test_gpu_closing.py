@@ -15,6 +15,11 @@ pytestmark = pytest.mark.gpu
 F64 = torch.float64
 
 
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def net(dtype: torch.dtype = F64, **options) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.ReLU()]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from kalmannorm import (
     BatchKalmanNorm2d,
     ClosingPhase,
+    GhostBatchNorm1d,
     GhostBatchNorm2d,
     Moments,
     accumulate_statistics,
@@ -77,7 +78,7 @@ def at(strength: float, norm: nn.Module, seed: int = 3) -> None:
     rng = torch.Generator().manual_seed(seed)
     norm.begin_closing()
     norm.closing.strength.fill_(strength)
-    norm.closing.averages.copy_(torch.randn(3, norm.num_features, generator=rng))
+    norm.closing.averages.copy_(torch.randn(norm.num_features, 3, generator=rng))
     norm.running_mean.copy_(0.5 * torch.randn(norm.num_features, generator=rng))
     norm.running_var.copy_(1 + torch.rand(norm.num_features, generator=rng))
 
@@ -86,7 +87,7 @@ def by_definition(norm, x, g, prior, strength):
     """Output and gradients, group by group, in the words of `_norms/closing.py`."""
     m, eps, values = norm.statistics_batch_size, norm.eps, x.numel() // x.shape[1]
     q = torch.ones((), dtype=F64) if prior is None else norm.gain.detach().squeeze()
-    expected_g, expected_gz = norm.closing.averages[:2] / values
+    expected_g, expected_gz = norm.closing.averages.t()[:2] / values
     s = (norm.running_var + eps).sqrt()
     y, dx = torch.empty_like(x), torch.empty_like(x)
     d_gain, d_prior = torch.zeros((), dtype=F64), [torch.zeros(norm.num_features, dtype=F64) for _ in range(2)]
@@ -144,8 +145,8 @@ def test_forward_and_backward_by_definition(kalman, examples, strength):
     torch.testing.assert_close(x.grad, target[1])
     torch.testing.assert_close(norm.bias.grad, target[2][0])
     torch.testing.assert_close(norm.weight.grad, target[2][1])
-    torch.testing.assert_close(norm.closing.probe.grad[:2], torch.stack(target[2]))
-    assert (norm.closing.probe.grad[2] == 1).all()
+    torch.testing.assert_close(norm.closing.probe.grad.t()[:2], torch.stack(target[2]))
+    assert (norm.closing.probe.grad[:, 2] == 1).all()
     if prior is not None:
         q = norm.gain.detach()
         torch.testing.assert_close(
@@ -207,7 +208,7 @@ def test_accumulation_equals_one_pass(parts, options):
     train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
     train(other, ClosingPhase(other, 12, start=0.1, end=0.5), range(12), parts)
     for norm in norms_of(other):
-        norm.closing.averages[:2] *= parts  # they are averages of sums per backward
+        norm.closing.averages[:, :2] *= parts  # they are averages of sums per backward
     assert_equal(model, other, 1e-9)
 
 
@@ -234,6 +235,97 @@ def test_two_ranks_equal_one_process(tmp_path):
         other = copy.deepcopy(model)
         other.load_state_dict(each["closing"])
         assert_equal(model, other, 1e-9)
+
+
+def test_joined_groups_without_ranks():
+    """Without ranks to join, `process_group` changes nothing."""
+    model, other = converted(), converted(process_group="world")
+    for each in (model, other):
+        train(each, ClosingPhase(each, 6, start=0, end=0.5), range(6))
+    assert_equal(model, other)
+
+
+def joined_on_a_rank(rank):
+    model = converted(statistics_batch_size=None, process_group="world")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    phase = ClosingPhase(model, 12, start=0.1, end=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(12):
+        optimizer.zero_grad()
+        x, target = (each.chunk(2)[rank] for each in images(number))
+        loss_of(wrapped, x, target).backward()
+        optimizer.step()
+        phase.step()
+    return model.state_dict()
+
+
+def test_groups_over_two_ranks(tmp_path):
+    """Half of the batch on each rank, and one group over both."""
+    states = two_ranks.run(tmp_path, {"closing": joined_on_a_rank})
+    model = converted(statistics_batch_size=None)
+    train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
+    for each in states:
+        other = copy.deepcopy(model)
+        other.load_state_dict(each["closing"])
+        assert_equal(model, other, 1e-9)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("prior", [False, True])
+def test_residual_and_relu_in_the_same_pass(prior, residual):
+    torch.manual_seed(0)
+    results = []
+    x, added = torch.randn(6, 3, 4, 5, dtype=F64), torch.randn(6, 3, 4, 5, dtype=F64) if residual else None
+    moments = Moments(torch.randn(1, 3, dtype=F64), 1 + torch.rand(1, 3, dtype=F64)) if prior else None
+    for fused in (False, True):
+        norm = BatchKalmanNorm2d(3, 3 if prior else None, transition="weights", statistics_batch_size=2, dtype=F64)
+        with torch.no_grad():
+            at(0.4, norm)
+        leaves = [each.clone().requires_grad_() for each in (x, added) if each is not None]
+        if fused:
+            y = norm(leaves[0], moments, residual=leaves[1] if residual else None, relu=True)
+        else:
+            y = norm(leaves[0], moments)
+            y = torch.relu(y + leaves[1] if residual else y)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves), norm.weight.grad, norm.closing.probe.grad])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_last_group_of_one_value_joins_the_group_before_it():
+    """Five examples in groups of 2, as one group of 2 and one of 3."""
+    torch.manual_seed(0)
+    x, g = torch.randn(5, 3, dtype=F64), torch.randn(5, 3, dtype=F64)
+    norm = GhostBatchNorm1d(3, statistics_batch_size=2, dtype=F64)
+    with torch.no_grad():
+        at(0.4, norm)
+    leaf = x.clone().requires_grad_()
+    norm(leaf).backward(g)
+    other = GhostBatchNorm1d(3, statistics_batch_size=3, dtype=F64)  # groups of 3 and 2
+    with torch.no_grad():
+        at(0.4, other)
+    turned = x.roll(3, 0).clone().requires_grad_()
+    other(turned).backward(g.roll(3, 0))
+    torch.testing.assert_close(leaf.grad, turned.grad.roll(-3, 0))
+    torch.testing.assert_close(norm.closing.probe.grad, other.closing.probe.grad)
+
+
+def test_gradients_of_the_posterior_are_those_of_the_norm_as_it_is():
+    """They are no part of the closing phase: a learned transition needs them as ever."""
+    torch.manual_seed(0)
+    x, results = torch.randn(6, 3, 4, 5, dtype=F64), []
+    prior = Moments(torch.randn(1, 3, dtype=F64), 1 + torch.rand(1, 3, dtype=F64))
+    for strength in (None, 0.6, 1.0):
+        norm = BatchKalmanNorm2d(3, 3, transition="weights", statistics_batch_size=2, dtype=F64)
+        if strength is not None:
+            norm.begin_closing()
+            norm.closing.strength.fill_(strength)
+        leaf = x.clone().requires_grad_()
+        _, posterior = norm(leaf, prior, return_posterior=True)
+        (posterior.mean.sum() + posterior.var.square().sum()).backward()
+        results.append([leaf.grad, norm.gain_logit.grad])
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0], results[2])
 
 
 def test_a_recomputed_forward_sees_what_its_first_one_saw():
@@ -317,12 +409,12 @@ def test_averages_forget_the_start():
     found = []
     for number in range(4):
         loss_of(model, *images(number)).backward()
-        found.append(norms_of(model)[1].closing.probe.grad[:2].clone())
+        found.append(norms_of(model)[1].closing.probe.grad[:, :2].clone())
         phase.step()
     average = found[0]
     for weight, new in zip((1 / 2, 0.4, 0.4), found[1:], strict=True):
         average = average + weight * (new - average)
-    torch.testing.assert_close(norms_of(model)[1].closing.averages[:2], average)
+    torch.testing.assert_close(norms_of(model)[1].closing.averages[:, :2], average)
 
 
 def test_compiled_equals_eager():

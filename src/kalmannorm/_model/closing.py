@@ -131,17 +131,18 @@ class ClosingPhase:
     def _update(self, states: list[ClosingState]) -> None:
         """In few operations on all norms. No value leaves the device."""
         probes = [state.probe.grad for state in states if state.probe.grad is not None]
-        old = torch.cat([state.averages for state in states], 1)
-        sums = torch.cat(probes, 1).double()  # the number of backwards must not be rounded
+        old = torch.cat([state.averages for state in states]).t()
+        sums = torch.cat(probes).double().t()  # the number of backwards must not be rounded
         torch._foreach_zero_(probes)
         group = self._ranks.group()
         if group is not None:
+            sums = sums.contiguous()
             RankGroup(group, _PLACE).add_up(sums)
         backwards = sums[2]
         moves = torch.isfinite(sums).all() & (backwards > 0)
         new = (sums[:2] / backwards / states[0].scale).to(old.dtype)
         weight = (1 / (old[2] + 1)).clamp(min=self.momentum)
         averages = torch.where(moves, torch.lerp(old[:2], new, weight), old[:2])
-        result = torch.cat([averages, (old[2] + moves)[None]])
-        widths = [state.averages.shape[1] for state in states]
-        torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths, 1)))
+        result = torch.stack([*averages, old[2] + moves], 1)
+        widths = [len(state.averages) for state in states]
+        torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths)))

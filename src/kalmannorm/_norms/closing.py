@@ -45,11 +45,11 @@ class ClosingState(nn.Module):
     strength: Tensor
     """λ"""
     averages: Tensor
-    """(3, C): the averages of Σ g and Σ g z, without the factor of a GradScaler, and the number of steps in them."""
+    """(C, 3): the averages of Σ g and Σ g z, without the factor of a GradScaler, and the number of steps in them."""
     scale: Tensor
     """The factor of the GradScaler."""
     probe: Tensor
-    """Zeros (3, C). Their gradient is the sum over backwards of Σ g and Σ g z, and the number of backwards.
+    """Zeros (C, 3). Their gradient is the sum over backwards of Σ g and Σ g z, and the number of backwards.
 
     As a gradient it is summed by autograd like the gradients of the parameters. It belongs to no optimizer.
     """
@@ -57,7 +57,7 @@ class ClosingState(nn.Module):
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.register_buffer("strength", torch.zeros((), device=device, dtype=dtype))
-        self.register_buffer("averages", torch.zeros(3, channels, device=device, dtype=dtype))
+        self.register_buffer("averages", torch.zeros(channels, 3, device=device, dtype=dtype))
         self.register_buffer("scale", torch.ones((), device=device, dtype=dtype), persistent=False)
         self._renew()
 
@@ -114,7 +114,7 @@ class _Rows(NamedTuple):
         rho, inverse = (posterior.var + eps).rsqrt(), (var + eps).rsqrt()
         r = (inverse / rho).clamp(1 / R_MAX, R_MAX) ** strength
         d = strength * ((posterior.mean - mean) * inverse).clamp(-D_MAX, D_MAX)
-        step, sums = rho * r, strength * share * averages[:2].unsqueeze(1)
+        step, sums = rho * r, strength * share * averages.t()[:2].unsqueeze(1)
         return cls(step, r, d, (-step * sums[0], -0.5 * step.square() * sums[1]))
 
     def parameters(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class _Rows(NamedTuple):
         """Gradients of γ, β and the probe, from those of γ r and γ d + β, which are sums over groups."""
         sums = at_shift, self.r * at_scale + self.d * at_shift  # of g and of g z
         whole = [each.sum(0) for each in sums]
-        collected = torch.stack([*whole, torch.ones_like(whole[0])]).to(probe.dtype)
+        collected = torch.stack([*whole, torch.ones_like(whole[0])], 1).to(probe.dtype)
         return sums[1].sum_to_size(weight.shape), sums[0].sum_to_size(weight.shape), collected
 
 
