@@ -263,6 +263,14 @@ def warns_of_decay():
     step(model, torch.optim.SGD(kalmannorm.parameter_groups(model, 1e-4), 0.01))
 
 
+def test_an_optimizer_meets_norms_that_are_batch_norms_again():
+    x = torch.randn(4, 3, 8, 8)
+    model = kalmannorm.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), x)
+    kalmannorm.to_batchnorm(model, inplace=True)
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.01, weight_decay=1e-4).step()
+
+
 def is_spared_by_timm():
     model = converted()
     groups = timm.optim.param_groups_weight_decay(model, 1e-4)

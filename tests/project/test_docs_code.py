@@ -42,12 +42,12 @@ GIVEN = {
     "deployment.md": [NET],
     "performance.md": [
         NET,
-        NET + "model, x = model.cuda(), x.cuda()\nbatches = [(x, torch.tensor([0, 1]).cuda())]\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        NET + "batches = [(x, torch.tensor([0, 1]))]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
     ],
     "statistics.md": [
         NET + "model = kalmannorm.convert(model, x)\nloss = F.cross_entropy\n"
         "micro_batches = [(x, torch.tensor([0, 1]))]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "batches, steps, loss_of = micro_batches, 4, loss",
     ],
 }
 """For some blocks of a page, the code that runs before: the n-th entry runs before the n-th block."""

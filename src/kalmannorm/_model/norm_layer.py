@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from kalmannorm._model.kept_classes import kept_class
 from kalmannorm._norms.distributed import ProcessGroupChoice
 from kalmannorm._norms.grouped import Inference
 from kalmannorm._norms.kalman import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
@@ -71,7 +72,7 @@ class KalmanNorm(BatchKalmanNorm):
         """Become a norm as `convert` makes it. Without a prior there is nothing to weight, so the gain is dropped."""
         if not has_prior:
             self.prior_features, self.gain_logit = None, None
-        self.__class__ = self.wired_class  # type: ignore[assignment]
+        self.__class__ = kept_class(self.wired_class, self.plain_class)
 
     def _warn_without_previous(self) -> None:
         if not self._missed_previous and not torch.compiler.is_compiling():
@@ -84,19 +85,19 @@ class KalmanNorm(BatchKalmanNorm):
             )
 
 
-class KalmanNorm1d(KalmanNorm):
+class KalmanNorm1d(KalmanNorm, nn.BatchNorm1d):
     __doc__ = KalmanNorm.__doc__
     input_dims = (2, 3)
     wired_class, plain_class = BatchKalmanNorm1d, nn.BatchNorm1d
 
 
-class KalmanNorm2d(KalmanNorm):
+class KalmanNorm2d(KalmanNorm, nn.BatchNorm2d):
     __doc__ = KalmanNorm.__doc__
     input_dims = (4,)
     wired_class, plain_class = BatchKalmanNorm2d, nn.BatchNorm2d
 
 
-class KalmanNorm3d(KalmanNorm):
+class KalmanNorm3d(KalmanNorm, nn.BatchNorm3d):
     __doc__ = KalmanNorm.__doc__
     input_dims = (5,)
     wired_class, plain_class = BatchKalmanNorm3d, nn.BatchNorm3d

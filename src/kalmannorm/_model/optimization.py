@@ -63,7 +63,8 @@ class _Watch:
             return
         self.seen.add(optimizer)
         decayed = {id(p) for group in optimizer.param_groups if group.get("weight_decay") for p in group["params"]}
-        norms = {id(norm): norm for norm in NORMS.known.values()}.values()  # a norm may have several names
+        # A norm may have several names, and may have become a BatchNorm again.
+        norms = {id(norm): norm for norm in NORMS.known.values() if isinstance(norm, BatchKalmanNorm)}.values()
         found = sum(not decayed.isdisjoint(map(id, _filter_parameters(norm))) for norm in norms)
         if found:
             warnings.warn(
