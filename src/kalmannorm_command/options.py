@@ -87,6 +87,14 @@ RECIPE = [
         "0",
     ),
     Shared(
+        "closing_start",
+        float,
+        "--closing-start",
+        "Share of training at which norms begin to go over to their running statistics (ClosingPhase).",
+        "no closing phase",
+    ),
+    Shared("closing_end", float, "--closing-end", "Share of training at which they have.", "0.3 after the start"),
+    Shared(
         "pretrained",
         bool,
         "--pretrained/--no-pretrained",

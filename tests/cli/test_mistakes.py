@@ -57,6 +57,7 @@ TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
         (["--dataset", "folder:/nowhere"], "there is no folder /nowhere"),
         (["--method", "gn", "--gain", "0.5"], "--gain has no effect on GN: leave it out"),
         (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs has no effect on GN"),
+        (["--method", "brn", "--closing-start", "0.3"], "--closing-start has no effect on BRN"),
         (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is an option of sgd"),
         (["--threads", "0"], "--threads must be a whole number from 1"),
         (["--resume", "nowhere"], "there is no folder nowhere"),

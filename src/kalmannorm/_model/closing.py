@@ -81,6 +81,11 @@ class ClosingPhase:
         self._set_strength()
 
     @property
+    def begun(self) -> bool:
+        """Whether the norms are in the closing phase in the next step."""
+        return self.done / self.steps >= self.start
+
+    @property
     def strength(self) -> float:
         """λ of the next step."""
         share = self.done / self.steps
@@ -107,11 +112,13 @@ class ClosingPhase:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the step of `state`. The state of the norms is loaded with the model, before or after this."""
         self.done = int(state["done"])
+        if not self.begun:
+            self.remove()
         self._set_strength()
 
     @torch.no_grad()
     def _set_strength(self) -> None:
-        if self.done / self.steps < self.start:
+        if not self.begun:
             return
         for norm in self._norms:
             norm.begin_closing()

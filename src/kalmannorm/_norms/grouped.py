@@ -180,6 +180,11 @@ class GroupedNorm(TrackedNorm):
             self.closes = False
             del self.closing
 
+    def forget_gradients(self) -> None:
+        """In a closing phase: forget what backwards have collected since the last step."""
+        if self.closes and self.closing.probe.grad is not None:
+            self.closing.probe.grad.zero_()
+
     def check_closing(self) -> None:
         """Raise if this norm cannot have a closing phase."""
         if not self.track_running_stats:

@@ -127,10 +127,11 @@ def test_a_log_cut_in_the_middle_of_a_line_goes_on(tmp_path):
         pytest.param(Recipe(method="brn", optimizer="adamw", learning_rate=1e-3), marks=wide),
         Recipe(method="bkn-learned", precision="bf16", channels_last=True),
         Recipe(method="bn", statistics_batch=1, finish_epochs=1, schedule="linear"),
+        Recipe(method="bkn", statistics_batch=1, closing_start=0.4, closing_end=0.9),
         # The next one is a net without statistics.
         Recipe(method="gn", warmup_epochs=1, label_smoothing=0.1, deterministic=True),
     ],
-    ids=["brn-adamw", "learned-bf16", "bn-finish", "gn-warmup"],
+    ids=["brn-adamw", "learned-bf16", "bn-finish", "bkn-closing", "gn-warmup"],
 )
 def test_resumes_whatever_the_recipe(tmp_path, recipe):
     recipe = dataclasses.replace(recipe, epochs=3, train_examples=256, test_examples=64, evaluate_every=0)

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import kalmannorm
@@ -130,6 +131,16 @@ def test_the_last_epochs_on_population_statistics(tmp_path):
     plain = train(recipe, tmp_path / "plain")["accuracy"]["population"]
     finished = train(dataclasses.replace(recipe, finish_epochs=1.5), tmp_path / "finished")["accuracy"]["population"]
     assert finished > plain + 10
+
+
+def test_a_closing_phase(tmp_path):
+    """As above, but gradually, and the weights of the result have the entries of any other run."""
+    recipe = Recipe(method="bn", statistics_batch=1, epochs=6, test_examples=400, evaluate_every=0)
+    plain = train(recipe, tmp_path / "plain")["accuracy"]["population"]
+    closed = train(dataclasses.replace(recipe, closing_start=0.3), tmp_path / "closed")["accuracy"]["population"]
+    assert closed > plain + 10
+    names = [set(load_file(tmp_path / run / "model.safetensors")) for run in ("plain", "closed")]
+    assert names[0] == names[1]
 
 
 def test_gain_and_batch_renorm_schedule():

@@ -28,7 +28,9 @@ class Method:
 
     def takes(self, name: str) -> bool:
         """Whether this recipe field has an effect on it."""
-        return {"gain": self.to == "kalman", "finish_epochs": self.groups}.get(name, True)
+        closes = self.to in ("kalman", "ghost")
+        taken = {"gain": self.to == "kalman", "finish_epochs": self.groups}
+        return (taken | dict.fromkeys(("closing_start", "closing_end"), closes)).get(name, True)
 
 
 METHODS: dict[str, Method] = {

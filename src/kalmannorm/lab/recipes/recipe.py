@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kalmannorm.lab.bounds import IMAGE_SIZE, INSIDE, SHARE, Bounds, at_least, positive, up_to, whole
-from kalmannorm.lab.errors import LabError, one_of, useless
+from kalmannorm.lab.errors import LabError, one_of, option, useless
 from kalmannorm.lab.machine.devices import check_threads
 from kalmannorm.lab.recipes.methods import method
 from kalmannorm.lab.recipes.setting import Setting
@@ -36,6 +36,8 @@ BOUNDS: dict[str, Bounds] = {
     "test_examples": at_least(1),
     "evaluate_every": up_to(1e6),
     "finish_epochs": up_to(1e6),
+    "closing_start": up_to(1.0),
+    "closing_end": up_to(1.0),
     "seed": whole(-(2**63), 2**63 - 1),
 }
 """The range of every number in a recipe, except the setting, which checks itself."""
@@ -78,6 +80,10 @@ class Recipe:
     """Epochs between evaluations. 0: only at the end."""
     finish_epochs: float = 0.0
     """Epochs at the end with frozen population statistics, by `kalmannorm.finish_on_population`."""
+    closing_start: float | None = None
+    """The share of training at which `kalmannorm.ClosingPhase` begins. None: there is no closing phase."""
+    closing_end: float | None = None
+    """The share of training at which it reaches its full strength. None: 0.3 later."""
     pretrained: bool = False
     seed: int = 0
     deterministic: bool = False
@@ -108,8 +114,17 @@ class Recipe:
                 bounds.check(name, getattr(self, name))
         if self.warmup_epochs + self.finish_epochs > self.epochs:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
-        for name in ("gain", "finish_epochs"):
-            if getattr(self, name) and not method(self.method).takes(name):
+        if self.closing_end is not None and self.closing_start is None:
+            raise LabError(
+                f"{option('closing_end')} needs {option('closing_start')}: without it there is no closing phase"
+            )
+        if self.closing_start is not None:
+            if self.closing_end is not None and self.closing_end < self.closing_start:
+                raise LabError(f"{option('closing_end')} must be at least {self.closing_start}, got {self.closing_end}")
+            if self.finish_epochs:
+                raise LabError(f"give {option('closing_start')} or {option('finish_epochs')}, not both")
+        for name in ("gain", "finish_epochs", "closing_start"):
+            if getattr(self, name) not in (None, 0.0) and not method(self.method).takes(name):
                 raise LabError(useless(name, method(self.method).title))
         return self
 

@@ -104,6 +104,8 @@ class Graph:
         with torch.cuda.graph(self.captured):
             self.outcome = self._run()
         self.step.model.load_state_dict(start)  # the warm-up changed the running statistics
+        for _, norm in norms(self.step.model):
+            norm.forget_gradients()
         torch.cuda.set_rng_state(drawn, images.device)  # and used the random numbers of this step
 
     def _run(self) -> Outcome:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.convert import wiring
 from kalmannorm._model.fusion import Fusion
 from kalmannorm._model.optimization import gains
@@ -143,6 +144,7 @@ class Training:
             self.bare = fused(self.bare, recipe, self.data.shape)
             if self.first and watch is not None:
                 watch({"event": "fuse", "text": _told(self.bare, recipe)})
+        self.phase = _closing(self.bare, recipe, self.steps)
         model: Any = torch.compile(self.bare) if execution.compile else self.bare
         self.model, self.optimizer = fabric.setup(model, optimizer_of(self.bare, recipe))
         self.averages = {name: Average(fabric.device) for name in ("loss", "accuracy")}
@@ -152,6 +154,8 @@ class Training:
         """Steps and seconds at the last log event."""
         self.speeds: list[float] = []
         self.step = Step(fabric, self.model, recipe, execution)
+        if self.phase is not None:
+            self.phase.scaler = getattr(fabric.strategy.precision, "scaler", None)
         if fabric.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(fabric.device)  # do not count building the model
         self._open = ExitStack()
@@ -262,6 +266,11 @@ class Training:
         except ValueError as error:  # from batch norm: a group has a single value per channel, as on a 1×1 map
             raise LabError(f"{self.recipe.model} cannot be trained at {self.recipe.setting}: {error}") from error
         self.optimizer.step()
+        if self.phase is not None:
+            closes = self.phase.begun
+            self.phase.step()
+            if self.phase.begun != closes:
+                self.step.recapture()  # the norms run in another way from now on
         self.averages["loss"].update(loss)
         self.averages["accuracy"].update(100 * accuracy)
         self.done += 1
@@ -333,6 +342,8 @@ class Training:
             "gains": gains(self.bare) if method(self.recipe.method).to == "kalman" else {},
             "diverged": diverged or not all(math.isfinite(found["loss"]) for found in scores.values()),
         }
+        if self.phase is not None:
+            self.phase.remove()  # the finished model needs none of its state
         if self.first:
             end = {"model.safetensors": checkpoint.weights(self.bare), "result.json": as_json(result)}
             write_protected(self.folder, end, {"log.jsonl": self.logbook.written()})
@@ -371,8 +382,17 @@ class Training:
 
     def _load(self, folder: Path) -> Record:
         """Load weights and optimizer of a checkpoint, and return the rest of its state."""
+        if self.phase is not None:
+            self.phase.load_state_dict({"done": checkpoint.step_of(folder)})  # its state is part of the weights
         checkpoint.load_weights(folder / "model.safetensors", self.bare)
         return resumable(folder, self.recipe, self.steps, self.optimizer, self.fabric.strategy.precision)
+
+
+def _closing(model: nn.Module, recipe: Recipe, steps: int) -> ClosingPhase | None:
+    start, end = recipe.closing_start, recipe.closing_end
+    if start is None:
+        return None
+    return ClosingPhase(model, steps, start=start, end=min(start + 0.3, 1.0) if end is None else end)
 
 
 def _told(model: nn.Module, recipe: Recipe) -> str:
