@@ -152,14 +152,16 @@ class Skipping(Blocks):
 
 
 def test_a_norm_that_does_not_run_gets_no_gradient(one_by_one):
-    """As stochastic depth does: its prior is computed, nobody asks for it."""
+    """As stochastic depth does: its prior is computed, nobody asks for it. The norms that it feeds have no prior."""
     model = converted(Skipping(), IMAGE).double()
     model.skip = True
     x = torch.randn(IMAGE).double()
-    found = step(model, x)
+    with pytest.warns(UserWarning, match="layer 'norm[23]', ran, but not the norms that feed it"):
+        found, expected = step(model, x), one_by_one(step, model, x)
     assert found["norm1.gain_logit"] is None and found["conv1.weight"] is None
-    assert found["norm1.weight"] is not None  # it is believed to feed norm2
-    assert_same(found, one_by_one(step, model, x))
+    assert found["norm1.weight"] is None and not found["norm2.gain_logit"].any()
+    assert found["norm4.gain_logit"].any()
+    assert_same(found, expected)
 
 
 def test_a_norm_that_does_not_run_may_have_lost_what_it_was_made_of():
@@ -167,8 +169,10 @@ def test_a_norm_that_does_not_run_may_have_lost_what_it_was_made_of():
     model.skip = True
     del model.conv1.weight
     model.norm1.register_parameter("bias", None)
-    model(torch.randn(IMAGE).double()).sum().backward()
-    assert model.norm3.gain_logit.grad is not None
+    with pytest.warns(UserWarning, match="layer 'norm[23]', ran, but not the norms that feed it"):
+        y = model(torch.randn(IMAGE).double())
+    y.square().sum().backward()
+    assert model.norm3.gain_logit.grad is not None and model.norm4.gain_logit.grad.any()
 
 
 def test_frozen_parts(one_by_one):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import gc
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,11 +25,12 @@ from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.transition import LearnedTransition
-from kalmannorm._running.relay import Begin, End, Relay, Wire, keepable
+from kalmannorm._running.relay import Begin, End, Path, Relay, Wire, keepable
+from kalmannorm._support.changes import Changes, watch_replacements
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.copying import Detached, copied, copied_with
 from kalmannorm._support.fused_modules import unfuse
-from kalmannorm._wiring.plan import Plan, Transition, make_plan
+from kalmannorm._wiring.plan import CallPlan, Plan, Transition, make_plan
 from kalmannorm._wiring.recording.frozen import is_frozen
 
 Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
@@ -58,6 +60,7 @@ def convert(
     statistics_batch_size: StatisticsBatch = None,
     transition: Literal["weights", "learned"] = "weights",
     inplace: bool = False,
+    more_examples: Sequence[Any] = (),
     **options: Any,
 ) -> nn.Module:
     """Replace every batch norm of a model and return the converted model. Its class stays the same.
@@ -82,6 +85,9 @@ def convert(
         transition: "weights" predicts a norm's statistics from the parameters between it and the norms before it.
             "learned" is the paper's transition, a learned matrix on their posteriors. It adds parameters.
         inplace: convert this model instead of a copy.
+        more_examples: inputs that take other paths through the model, as in a mixture of experts. Each is an example
+            as `example_input` is. A norm with several paths uses the prior of the one that ran. If none of them ran,
+            it uses the observation alone, with one warning.
         **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain` (0.5 at the
             start for weights, 0.9 for learned), `per_channel_gain`, `rank` and `covariance` (learned),
             `total_variance`, `observation_momentum`; for group `num_groups`; for renorm its schedule. `momentum` and
@@ -98,7 +104,9 @@ def convert(
             model, computed = copied_with(model)
         found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
         sizes = statistics_batches(model, {name: module for name, (module, _) in found.items()}, statistics_batch_size)
-        plan = make_plan(model, example_input, _traced(model), transition, computed) if to == "kalman" else None
+        plan = None
+        if to == "kalman":
+            plan = make_plan(model, example_input, _traced(model), transition, computed, more_examples)
         fresh: dict[str, nn.Module] = {}
         for name, (module, kind) in found.items():  # check all of them before changing any
             try:
@@ -117,6 +125,7 @@ def convert(
         if plan is not None:
             _connect(model, plan)
             watch_weight_decay()
+            watch_replacements()
     return model
 
 
@@ -132,11 +141,12 @@ def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
     return found
 
 
-def rewire(model: nn.Module, example_input: Any) -> Wiring:
+def rewire(model: nn.Module, example_input: Any, *, more_examples: Sequence[Any] = ()) -> Wiring:
     """Wire a model: one built with `norm_layer`, or a converted one again for another input. Parameters stay the same.
 
     The prior of `weights` depends on the share of a map that lies at its padded edge, and so on the size of the example
     input. Batch norms that are left in a model built with `norm_layer` stay as they are. They are sources of priors.
+    `more_examples` is that of `convert`.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchKalmanNorm)}
     wired = [module for module in norms.values() if module.wire is not None]
@@ -149,19 +159,27 @@ def rewire(model: nn.Module, example_input: Any) -> Wiring:
             f"rewire: {next(iter(waiting))!r} was built by norm_layer, which needs transition='weights', but this "
             f"model was converted with transition={transition!r}"
         )
+    for norm in wired:
+        norm.wire.relay.replacements = Changes.replacements  # this call is what the warning would advise
+    traced = {name: (norm, norm.then) for name, norm in norms.items()}
     with torch.inference_mode(False):
-        plan = make_plan(model, example_input, {name: (norm, norm.then) for name, norm in norms.items()}, transition)
+        plan = make_plan(model, example_input, traced, transition, more_examples=more_examples)
     for name, now in plan.norms.items():
-        sizes = {call.size for call in now.calls if call.size is not None}
-        if sizes and sizes != {norms[name].prior_features}:
+        features = norms[name].prior_features
+        sizes = {path.size for call in now.calls for path in (call, *call.others) if path.size is not None}
+        if sizes and sizes != {features}:
             raise ValueError(
-                f"rewire: with this input {name!r} gets {sizes.pop()} posterior entries, but was built for "
-                f"{norms[name].prior_features}; convert the BatchNorm model with this input instead"
+                f"rewire: with this input {name!r} gets {sizes.pop()} posterior entries, but was built for {features}; "
+                "convert the BatchNorm model with this input instead, or with both: convert(model, example_input, "
+                "more_examples=[other_input])"
             )
     for name, norm in waiting.items():
-        norm.settle(any(call.target is not None for call in plan.norms[name].calls))
+        paths = (path for call in plan.norms[name].calls for path in (call, *call.others))
+        norm.settle(any(path.target is not None for path in paths))
         vars(norm)["_layer_name"] = LayerName.of(f"layer {name!r}")
     _connect(model, plan)
+    watch_weight_decay()
+    watch_replacements()
     return wiring(model)
 
 
@@ -313,7 +331,8 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
     settings = {name: options[name] for name in ("gain", "per_channel_gain", "rank") if name in options}
     settings.setdefault("gain", GAINS[plan.transition])
     for name, wired in plan.norms.items():
-        size = next((call.size for call in wired.calls if call.target is not None), None)
+        paths = [path for call in wired.calls for path in (call, *call.others)]
+        size = next((path.size for path in paths if path.target is not None), None)
         module = fresh[name]
         assert isinstance(module, BatchKalmanNorm)
         module.transition_kind = plan.transition
@@ -335,8 +354,7 @@ def _connect(model: nn.Module, plan: Plan) -> None:
             wire = Wire(
                 relay,
                 calls=tuple(call.identity for call in calls),
-                targets=tuple(call.target for call in calls),
-                sources=tuple(call.posteriors for call in calls),
+                paths=tuple(map(_paths, calls)),
                 first=tuple(call.first for call in calls),
                 last=tuple(call.last for call in calls),
                 kept=kept[name],
@@ -347,6 +365,13 @@ def _connect(model: nn.Module, plan: Plan) -> None:
         if not isinstance(part, BatchKalmanNorm):
             part.register_forward_pre_hook(Begin(relay, part is model))
             part.register_forward_hook(End(relay, part is model), always_call=True)
+
+
+def _paths(call: CallPlan) -> tuple[Path, ...]:
+    # A posterior that did not arrive is noticed without `needs`. They are needed to choose one of several paths.
+    chosen = not call.posteriors or bool(call.others)
+    paths = (call, *call.others)
+    return tuple(Path(p.identity, p.target, p.posteriors, frozenset(p.needs if chosen else ())) for p in paths)
 
 
 def _disconnect(model: nn.Module) -> None:

@@ -91,7 +91,7 @@ def freeze_priors(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             program = norm.wire.relay.program
             like = next(t for t in (norm.gain_logit, norm.running_mean, torch.empty(0)) if t is not None)
             memo = memos.setdefault((id(program), like.device, like.dtype), {})
-            for target, sources in zip(norm.wire.targets, norm.wire.sources, strict=True):
+            for _, target, sources, _ in (path for paths in norm.wire.paths for path in paths):
                 if target is not None and not sources:
                     prior = program.evaluate(target, Context(like.device, like.dtype, {}), memo)
                     fixed.append((program, target, prior))

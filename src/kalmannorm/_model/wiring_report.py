@@ -10,7 +10,6 @@ from torch import nn
 from kalmannorm._model.wiring_drawing import draw
 from kalmannorm._running.relay import Begin, Relay, Wire
 from kalmannorm._wiring.plan import NEVER_RAN, Plan
-from kalmannorm._wiring.program import Parameter, Step
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,9 @@ def report(relays: Sequence[Relay], model: nn.Module) -> Wiring:
     norms: list[NormWiring] = []
     notes: list[str] = []
     for relay in relays:
-        norms += _norms(relay.plan, _names_in(model, relay))
-        notes += [*relay.plan.failed, *_replaced(model, relay)]
+        names = _names_in(model, relay)
+        norms += _norms(relay.plan, names)
+        notes += [*relay.plan.failed, *_replaced(model, relay), *_missed(relay.plan, relay, names)]
     transitions = dict.fromkeys(relay.plan.transition for relay in relays)
     return Wiring(type(model).__name__, " and ".join(transitions), norms, notes)
 
@@ -128,11 +128,14 @@ def _norms(plan: Plan, names: dict[str, str]) -> list[NormWiring]:
     for norm in order:
         if norm.name not in names:
             continue
-        sources = list(dict.fromkeys(source for call in norm.calls for source in call.sources))
+        paths = [path for call in norm.calls for path in (call, *call.others)]
+        sources = list(dict.fromkeys(source for path in paths for source in path.sources))
         sources = [names.get(name, f"{name} (outside)" if name in inside else name) for name in sources]
-        wired = [call for call in norm.calls if call.target is not None]
+        wired = [path for path in paths if path.target is not None]
         reason = None if wired else (norm.calls[0].reason if norm.calls else NEVER_RAN)
-        some = f", {len(wired)} of {len(norm.calls)} calls" if 0 < len(wired) < len(norm.calls) else ""
+        what = "calls" if len(paths) == len(norm.calls) else "paths"
+        some = f", {len(wired)} of {len(paths)} {what}" if 0 < len(wired) < len(paths) else ""
+        some = some or (f", {len(paths)} paths" if len(paths) > len(norm.calls) else "")
         path = (wired or norm.calls)[0].path if norm.calls else ""
         size, how, calls = wired[0].size if wired else None, plan.transition + some, len(norm.calls)
         norms.append(NormWiring(names[norm.name], norm.channels, sources, path, how, size, reason, calls))
@@ -144,15 +147,22 @@ def _replaced(model: nn.Module, relay: Relay) -> list[str]:
     for prefix, root in model.named_modules():
         hooks = root._forward_pre_hooks.values()
         if any(isinstance(hook, Begin) and hook.relay is relay and hook.whole for hook in hooks):
-            present = {id(module) for module in root.modules()}
-            steps = relay.program.steps
-            gone = {name: step for step, name in relay.plan.owners.items() if _lost(steps[step], present)}
             return [
                 f"{f'{prefix}.{name}'.lstrip('.')!r} was replaced after conversion: call kalmannorm.rewire"
-                for name in gone
+                for name in relay.replaced(root)
             ]
     return []
 
 
-def _lost(step: Step, present: set[int]) -> bool:
-    return isinstance(step, Parameter) and id(step.owner.module()) not in present
+def _missed(plan: Plan, relay: Relay, names: dict[str, str]) -> list[str]:
+    """Norms that ran without norms that feed them in every example."""
+    of = {call.identity: names.get(norm.name, norm.name) for norm in plan.norms.values() for call in norm.calls}
+    missed: dict[str, dict[str, None]] = {}
+    for call, absent in relay.missed.items():
+        if call not in of:  # one of several paths
+            continue
+        missed.setdefault(of[call], {}).update(dict.fromkeys(of[norm] for norm in absent))
+    return [
+        f"{name!r} once ran without {', '.join(map(repr, absent))} and used the batch alone"
+        for name, absent in missed.items()
+    ]

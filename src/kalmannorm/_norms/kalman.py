@@ -397,11 +397,14 @@ class BatchKalmanNorm(GroupedNorm):
         """Warn once. Without the warning, a forgotten `previous` would look like a filter that never learns."""
         if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
             return
+        if self.wire is not None and not self.wire.expects:
+            return
         self._missed_previous = True
         if self.wire is not None:
             warnings.warn(
-                f"kalmannorm: a {type(self).__name__}({self.num_features}) ran, but not the norms that feed it: it "
-                "normalizes with the batch alone. `kalmannorm.wiring(model)` lists the sources of every norm.",
+                f"kalmannorm: a {type(self).__name__}({self.num_features}), {self._layer_name.name}, ran, but not the "
+                "norms that feed it: it normalizes with the batch alone. `kalmannorm.wiring(model)` lists the sources "
+                "of every norm. If a model has several paths, give `convert` an example of each: more_examples=[…].",
                 UserWarning,
                 stacklevel=2,
             )

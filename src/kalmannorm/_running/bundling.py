@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -81,7 +81,8 @@ class Part:
 
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int]) -> list[Part]:
     """Divide calls into parts. `measure` returns the number of entries of a step that no bundle can do."""
-    works = {i: work for i in _needed(program, calls) if (work := work_of(program, i)) is not None}
+    needed = program.needed(call.target for call in calls if call.target is not None)
+    works = {i: work for i in needed if (work := work_of(program, i)) is not None}
     # The first chunk may be short. Weights are large at the end of a network. A short chunk there would hold all their
     # gradients at a time when most saved activations still exist.
     first = len(calls) % TOGETHER or TOGETHER
@@ -115,17 +116,6 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
 
 def _gain_of(call: Call) -> Any:
     return getattr(call.norm.module(), "gain_logit", None)
-
-
-def _needed(program: Program, calls: Iterable[Call]) -> list[int]:
-    seen: set[int] = set()
-    pending = [call.target for call in calls if call.target is not None]
-    while pending:
-        step = pending.pop()
-        if step not in seen:
-            seen.add(step)
-            pending.extend(program.steps[step].inputs)
-    return sorted(seen)
 
 
 class _Node(NamedTuple):

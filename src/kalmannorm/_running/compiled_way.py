@@ -161,6 +161,7 @@ class CompiledForward:
         self.rows: dict[Any, Tensor] = {}
         self.results: dict[Any, dict[int, Any]] = {}
         self.untracked: dict[int, tuple[Tensor, int, int, int]] = {}
+        self.ran: dict[int, int] = {}  # as in `ThreadState`
         self.place = -1
 
     def place_of(self, x: Tensor) -> int:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,15 +29,27 @@ from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
+from kalmannorm._support.changes import Changes
 from kalmannorm._support.compiling import Site, begin_traced, current, end_traced, in_whole_model
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._support.tracing import jit_traces, untraced
 from kalmannorm._wiring.plan import Plan
-from kalmannorm._wiring.program import Context
+from kalmannorm._wiring.program import Context, Parameter
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments, closed
 
-_OF_THIS_PROCESS = ("state", "bundles", "tables", "number", "compiled", "compiled_for", "compiled_tables", "norms")
+_OF_THIS_PROCESS = (
+    "state",
+    "bundles",
+    "tables",
+    "number",
+    "compiled",
+    "compiled_for",
+    "compiled_tables",
+    "norms",
+    "in_compiled",
+    "replacements",
+)
 
 
 class Relay:
@@ -51,12 +64,15 @@ class Relay:
             for nth, call in enumerate(norm_calls):
                 # A loop may run fewer times than in the example. Its last posterior is then that of an earlier call.
                 self.earlier[call.identity] = tuple(c.identity for c in reversed(norm_calls[:nth]))
-                for source in call.posteriors:
-                    self.readers.setdefault(source, set()).add(call.identity)
+                for path in (call, *call.others):
+                    for source in path.posteriors:
+                        self.readers.setdefault(source, set()).add(path.identity)
         for source in list(self.readers):
             for sibling in self.earlier.get(source, ()):
                 self.readers.setdefault(sibling, set()).update(self.readers[source])
         self.warned = False
+        self.told: set[str] = set()  # replaced layers of which a warning told
+        self.missed: dict[int, tuple[int, ...]] = {}  # by call: norms that feed it and did not run before it
         self._begin()
 
     def _begin(self) -> None:
@@ -68,6 +84,8 @@ class Relay:
         self.compiled: list[CompiledModel] = []  # for each device and dtype
         self.compiled_for: dict[Any, tuple[int, list[Any]]] = {}  # their places, and the steps they were made from
         self.compiled_tables: dict[Any, Any] = {}
+        self.in_compiled: set[int] = set()  # first calls of norms that `torch.compile` has traced
+        self.replacements = Changes.replacements  # up to which replaced layers were looked for
         self.norms = {call.identity: norm.module for norm in self.plan.norms.values() for call in norm.calls}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,7 +94,7 @@ class Relay:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.model = WeakModule(None)  # older pickles have no model
         self.__dict__.update(state)
-        check_complete(self, ("plan", "program", "readers", "earlier", "warned"))
+        check_complete(self, ("plan", "program", "readers", "earlier", "warned", "missed", "told"))
         self._begin()
 
     def enter(self, whole: bool, part: nn.Module) -> None:
@@ -86,6 +104,8 @@ class Relay:
         if whole:
             self._clear(state)
             state.left = None  # of a forward that failed
+            if self.replacements != Changes.replacements and not torch.compiler.is_compiling():
+                self._warn_replaced(part)
         if whole or not state.whole:
             state.depth = 0  # parts do not nest: an open one was interrupted
         if state.depth == 0 and state.short is not None:  # the forward calls itself, or was interrupted
@@ -140,6 +160,7 @@ class Relay:
     def _clear(state: ThreadState) -> None:
         state.posteriors.clear()
         state.counts.clear()
+        state.ran.clear()
         state.pending.clear()
         state.inner.clear()
 
@@ -219,6 +240,8 @@ class Relay:
         for source in sources:
             posterior = self._find_posterior(source, active, scopes)
             if posterior is None:
+                if not torch.compiler.is_compiling():
+                    self.missed[call] = (source,)
                 return None
             arrived[source] = posterior
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -231,6 +254,48 @@ class Relay:
         if not state.whole:
             self._consume(call, sources)
         return previous
+
+    def path(self, wire: Wire, which: int) -> Path | None:
+        """The path that leads to a norm in this forward: of those with all their norms, the one with the most norms.
+
+        None if there is none. If parts are called by themselves, it is not known what ran: the path of the example.
+        """
+        paths = wire.paths[which]
+        if len(paths) == 1 and not paths[0].needs:
+            return paths[0]
+        active, state, call = self._segments(), self.state, wire.calls[which]
+        if active and active[0].recomputed:
+            chosen = kept_by(active[0], self).paths.get(call, 0)
+            return None if chosen < 0 else paths[chosen]
+        ran = self.ran()
+        if not state.whole or ran is None:
+            return paths[0]
+        chosen = _chosen(paths, ran)
+        if torch.compiler.is_compiling():  # norms outside of the graph may have run
+            return paths[max(chosen, 0)]
+        if chosen < 0:
+            wire.forget(which, self._unseen(paths[0].needs - ran.keys()))
+            paths = wire.paths[which]
+            chosen = _chosen(paths, ran)
+        if chosen < 0:
+            self.missed[call] = tuple(sorted(paths[0].needs - ran.keys()))
+        if chosen != 0:
+            for segment in active:
+                kept_by(segment, self).paths[call] = chosen
+        return None if chosen < 0 else paths[chosen]
+
+    def ran(self) -> dict[int, int] | None:
+        """The norms that ran in this forward. None if that is not known, in a trace that does not contain all of it."""
+        if not torch.compiler.is_compiling():
+            return self.state.ran
+        forward = current(self.number)
+        return None if forward is None else forward.ran
+
+    def _unseen(self, calls: AbstractSet[int]) -> frozenset[int]:
+        """Those of these norms that may run unnoticed: in compiled code, or because another module replaced them."""
+        model = self.model.module()
+        present = set() if model is None else {id(module) for module in model.modules()}
+        return frozenset(c for c in calls if c in self.in_compiled or id(self.norms[c].module()) not in present)
 
     def constant(self, target: int, x: Tensor) -> Moments:
         """The prior as a constant of a graph that `torch.jit.trace` records. It depends on parameters alone."""
@@ -335,6 +400,30 @@ class Relay:
                         del state.pending[candidate]
                         state.posteriors.pop(candidate, None)
 
+    def replaced(self, model: nn.Module) -> list[str]:
+        """Layers that priors still read, but that are no longer in the model."""
+        present = {id(module) for module in model.modules()}
+        norms = [norm for norm in self.plan.norms.values() if id(norm.module.module()) in present]
+        calls = [path for norm in norms for call in norm.calls for path in (call, *call.others)]
+        read = self.program.needed([path.target for path in calls if path.target is not None])
+        steps = {i: self.program.steps[i] for i in read if i in self.plan.owners}
+        lost = [
+            i for i, step in steps.items() if isinstance(step, Parameter) and id(step.owner.module()) not in present
+        ]
+        return list(dict.fromkeys(self.plan.owners[i] for i in lost))
+
+    def _warn_replaced(self, model: nn.Module) -> None:
+        self.replacements = Changes.replacements
+        found = [name for name in self.replaced(model) if name not in self.told]
+        if found:
+            self.told.update(found)
+            warnings.warn(
+                f"kalmannorm: {', '.join(map(repr, found))} was replaced after conversion, and priors still read the "
+                "old weights: call kalmannorm.rewire(model, example_input)",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def _warn_detached(self) -> None:
         if not self.warned:
             self.warned = True
@@ -346,35 +435,94 @@ class Relay:
             )
 
 
+class Path(NamedTuple):
+    """One way in which norms feed a call.
+
+    The number of the call, the step of the prior, posteriors that it reads, and norms that must have run, by their
+    first calls.
+    """
+
+    call: int
+    target: int | None
+    sources: tuple[int, ...]
+    needs: frozenset[int]
+
+
+def _chosen(paths: Sequence[Path], ran: dict[int, int]) -> int:
+    """The index of the path with the most norms, all of which ran. Of several, the one whose last norm ran last."""
+    best, chosen = (-1, -1), -1
+    for index, path in enumerate(paths):  # simple enough for compilers
+        latest = -1
+        for norm in path.needs:
+            if norm not in ran:
+                break
+            latest = max(latest, ran[norm])
+        else:
+            if (len(path.needs), latest) > best:
+                best, chosen = (len(path.needs), latest), index
+    return chosen
+
+
 @dataclass
 class Wire(Complete):
-    """Connects one norm to the relay. `calls` are its calls in the trace, each with a target step and its sources."""
+    """Connects one norm to the relay. `calls` are its calls in the trace, each with the paths that lead to it."""
 
     relay: Relay
     calls: tuple[int, ...]
-    targets: tuple[int | None, ...]
-    sources: tuple[tuple[int, ...], ...]
+    paths: tuple[tuple[Path, ...], ...]
     first: tuple[bool, ...]  # whether no norm runs before this call
     last: tuple[bool, ...]  # whether no norm runs after this call
     kept: tuple[nn.Module, ...] = ()  # modules that its priors read, kept even if the model is deleted: see `keepable`
+
+    expects = True  # whether the last call should have had a prior
+    simple = False
+
+    def __post_init__(self) -> None:
+        self.simple = self._is_simple()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.simple = self._is_simple()
+
+    def _is_simple(self) -> bool:
+        """Whether the norm runs once, on one path, and reads no posterior."""
+        return len(self.calls) == len(self.paths[0]) == 1 and not self.paths[0][0].sources
+
+    def forget(self, which: int, norms: frozenset[int]) -> None:
+        """Do not wait for these norms any more."""
+        if norms:
+            paths = list(self.paths)
+            paths[which] = tuple(path._replace(needs=path.needs - norms) for path in paths[which])
+            self.paths = tuple(paths)
 
     def begin(self) -> int:
         """Called once per forward of the norm. Returns the index of this call."""
         which = self.relay.call_index(self.calls[0], len(self.calls))
         if self.first[which] and torch.compiler.is_compiling():
             self.relay.begin_compiled(torch.compiler.is_dynamo_compiling())
+        ran = self.relay.ran()
+        if ran is not None:
+            ran[self.calls[0]] = len(ran)
         return which
 
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The whole forward of the norm on the short way. None if it must take the long way."""
-        forward = self.relay.state.short
-        if forward is None or len(self.calls) > 1 or self.sources[0]:
+        state = self.relay.state
+        forward = state.short
+        if forward is None or not self.simple:
             return None
-        return forward.normalize(self.calls[0], self.targets[0], norm, x, residual, relu)
+        call, target, _, needs = self.paths[0][0]
+        ran = state.ran
+        if state.whole and not needs <= ran.keys():
+            return None
+        y = forward.normalize(call, target, norm, x, residual, relu)
+        if y is not None:
+            ran[call] = len(ran)
+        return y
 
     def site(self) -> Site | None:
         """Where the norm is, for compiled code. None if it runs more than once or needs the posteriors of others."""
-        if len(self.calls) > 1 or self.sources[0]:
+        if not self.simple:
             return None
         return self.relay.number, self.calls[0], self.first[0], self.last[0]
 
@@ -387,6 +535,10 @@ class Wire(Complete):
         postponed: bool = forward.postpone(self.calls[0], moments.detach().view(-1), moments.shape[1], x)
         return postponed
 
+    def mark_compiled(self) -> None:
+        """The norm runs in compiled code, where a run is not noted. Called while it is traced."""
+        self.relay.in_compiled.add(self.calls[0])
+
     def track_first_run(self) -> None:
         """If the norm ran on the short way in this forward, make its update before its next one."""
         forward = self.relay.state.short
@@ -394,12 +546,14 @@ class Wire(Complete):
             forward.track()
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
-        target = self.targets[which]
-        if target is None:
+        path = self.relay.path(self, which)
+        if not torch.compiler.is_compiling():
+            self.expects = path is None or path.target is not None
+        if path is None or path.target is None:
             return None
-        if not self.sources[which] and jit_traces():
-            return self.relay.constant(target, x)
-        return self.relay.evaluate(self.calls[which], target, self.sources[which], x)
+        if not path.sources and jit_traces():
+            return self.relay.constant(path.target, x)
+        return self.relay.evaluate(path.call, path.target, path.sources, x)
 
     def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
         return self.relay.postpone(request, kernels)
@@ -423,7 +577,8 @@ def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
     order = {id(norm.module.module()): norm.calls[0].identity for norm in plan.norms.values() if norm.calls}
     kept: dict[str, tuple[nn.Module, ...]] = {}
     for name, norm in plan.norms.items():
-        targets = [call.target for call in norm.calls if call.target is not None]
+        paths = [path for call in norm.calls for path in (call, *call.others)]
+        targets = [path.target for path in paths if path.target is not None]
         read = [norm.fold, *(owner for target in targets for owner in plan.program.owners(target))]
         found = {id(module): module for known in read if (module := known.module()) is not None}
         own = order.get(id(norm.module.module()), 0)

@@ -37,6 +37,7 @@ class Kept:
 
     entering: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    paths: dict[int, int] = field(default_factory=dict)  # by call: the path taken, if not the first; -1 for none
     recomputation: tuple[int, Scope] | None = None
 
 
@@ -53,6 +54,7 @@ class ThreadState(threading.local):
         self.left: Left | None = None  # updates of statistics that a compiled forward leaves to the hook at its end
         self.posteriors: dict[int, Moments] = {}
         self.counts: dict[int, int] = {}
+        self.ran: dict[int, int] = {}  # first calls of the norms that ran in this forward, in this order
         self.pending: dict[int, set[int]] = {}
         self.inner: dict[int, Scope] = {}
         self.postponed = PostponedTracking()

@@ -59,6 +59,8 @@ def in_whole_model() -> bool:
 def site_of(name: str) -> Site | None:
     """A constant of compiled code. None: the norm has to take the long way."""
     norm = NORMS.find(name)
+    if norm.wire is not None:
+        norm.wire.mark_compiled()
     site: Site | None = None if norm.wire is None or norm._ranks.choice is not None else norm.wire.site()
     return site
 
@@ -79,6 +81,8 @@ def normalize_compiled(norm: Any, x: Tensor, residual: Tensor | None, relu: bool
     if forward is None:  # the trace did not begin at the first norm of this model
         return None
     y: Tensor | None = forward.normalize(call, norm, x, residual, relu)
+    if y is not None:
+        forward.ran[call] = len(forward.ran)
     if y is not None and last:
         forward.relay.end_compiled()
     return y

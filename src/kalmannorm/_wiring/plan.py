@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +13,7 @@ from torch import nn
 from kalmannorm._support.copying import Detached
 from kalmannorm._support.pickles import Complete
 from kalmannorm._wiring.foldable import foldable
-from kalmannorm._wiring.program import Parameter, Posterior, Program
+from kalmannorm._wiring.program import NormBelief, Parameter, Posterior, Program
 from kalmannorm._wiring.recording.records import FROM_NUMBERS, UNSEEN
 from kalmannorm._wiring.recording.trace import LostGradientError, NoInputError, Trace, arguments, trace
 from kalmannorm._wiring.rules.beliefs import Beliefs, Unknown
@@ -35,6 +37,8 @@ class CallPlan(Complete):
     size: int | None = None
     reason: str | None = None
     posteriors: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()  # the first calls of the norms on which the prior depends
+    others: list[CallPlan] = field(default_factory=list)  # the same call on other paths, from further examples
     first: bool = False  # no norm runs before this call, neither in eval nor in training
     last: bool = False  # no norm runs after this call, neither in eval nor in training
 
@@ -63,14 +67,24 @@ Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
 
 
 def make_plan(
-    model: nn.Module, example_input: Any, norms: Norms, transition: Transition, detached: Detached | None = None
+    model: nn.Module,
+    example_input: Any,
+    norms: Norms,
+    transition: Transition,
+    detached: Detached | None = None,
+    more_examples: Sequence[Any] = (),
 ) -> Plan:
     """Trace the model in eval and in training, and wire every norm that ran in either of them.
 
     If a norm runs in both, the eval run counts, because it has no randomness. Auxiliary heads run in training only.
-    `detached` are tensors that lost their graph when the model was copied. Its forward may not read them.
+    `detached` are tensors that lost their graph when the model was copied. Its forward may not read them. With
+    `more_examples` a norm that other norms feed there gets one prior for each path.
     """
     traces, failed = _traces(model, example_input, norms, detached or {})
+    main = len(traces)
+    for example in more_examples:
+        further, said = _traces(model, example, norms, detached or {})
+        traces, failed = traces + further, failed + said
     program, norm_steps = Program(), dict[int, int]()
     plans = {name: NormPlan(name, _channels(module), module=WeakModule(module)) for name, (module, _) in norms.items()}
     identities = _identities(traces)
@@ -78,20 +92,28 @@ def make_plan(
     firsts -= {identity for here in identities for identity in here[1:]}
     lasts = {here[-1] for here in identities if here}
     lasts -= {identity for here in identities for identity in here[:-1]}
-    for run, here in zip(traces, identities, strict=True):
+    first_calls = _first_calls(traces, identities)
+    spare = itertools.count(1 + max((i for here in identities for i in here), default=0))
+    for number, (run, here) in enumerate(zip(traces, identities, strict=True)):
         feeding = Feeding(run)
         reader = (Beliefs if transition == "weights" else Posteriors)(run, program, here, norm_steps)
         # A norm that runs in training only does not exist at inference. Its layer may, and may feed another module
         # there.
         folds = foldable(model, run) if run is traces[0] else {}
         done = {name for name, plan in plans.items() if plan.calls}
+        counts = Counter[str]()
         for call, norm in enumerate(run.norms):
-            plan = plans[norm.name]
+            plan, nth = plans[norm.name], counts[norm.name]
+            counts[norm.name] += 1
             if norm.name in done:
+                if number >= main and nth < len(plan.calls):
+                    other = _call_plan(run, call, here, feeding, reader, program)
+                    _add_path(plan.calls[nth], other, next(spare), first_calls, program)
                 continue
             plan.rank = len(run.values[norm.value].shape)
             plan.fold = WeakModule(folds.get(norm.name))
             plan.calls.append(_call_plan(run, call, here, feeding, reader, program))
+            plan.calls[-1].needs = _needs(plan.calls[-1], first_calls, program)
             plan.calls[-1].first, plan.calls[-1].last = here[call] in firsts, here[call] in lasts
     _agree(plans)
     names = {id(module): name for name, module in model.named_modules()}
@@ -161,14 +183,45 @@ def _call_plan(
     return plan
 
 
+FirstCalls = dict[int, int]
+"""By the identity of a norm, and by every call of it: the number of its first call."""
+
+
+def _first_calls(traces: list[Trace], identities: list[list[int]]) -> tuple[FirstCalls, FirstCalls]:
+    by_norm, by_call = FirstCalls(), FirstCalls()
+    for run, here in zip(traces, identities, strict=True):
+        for norm, identity in zip(run.norms, here, strict=True):
+            by_call[identity] = by_norm.setdefault(id(norm.module), identity)
+    return by_norm, by_call
+
+
+def _needs(call: CallPlan, first_calls: tuple[FirstCalls, FirstCalls], program: Program) -> tuple[int, ...]:
+    """The norms whose beliefs or posteriors are in the prior of this call."""
+    if call.target is None:
+        return ()
+    by_norm, by_call = first_calls
+    beliefs = [step.norm.module() for step in program.leaves(call.target, NormBelief) if isinstance(step, NormBelief)]
+    found = {by_norm[id(norm)] for norm in beliefs if id(norm) in by_norm}
+    return tuple(sorted(found | {by_call[source] for source in call.posteriors}))
+
+
+def _add_path(
+    call: CallPlan, other: CallPlan, identity: int, first_calls: tuple[FirstCalls, FirstCalls], program: Program
+) -> None:
+    """Add another path to a call, unless it has this path already."""
+    other.identity, other.needs = identity, _needs(other, first_calls, program)
+    if all(other.needs != known.needs for known in (call, *call.others)):
+        call.others.append(other)
+
+
 def _agree(plans: dict[str, NormPlan]) -> None:
     """A norm has one A for all its calls. A call with another number of posteriors than the first gets no prior."""
     for plan in plans.values():
-        sizes = [call.size for call in plan.calls if call.size is not None]
-        for call in plan.calls:
-            if call.size is not None and call.size != sizes[0]:
-                call.target, call.posteriors = None, ()
-                call.reason = f"this call reads {call.size} posterior entries, the first call {sizes[0]}"
+        sizes = [path.size for call in plan.calls for path in (call, *call.others) if path.size is not None]
+        for path in (path for call in plan.calls for path in (call, *call.others)):
+            if path.size is not None and path.size != sizes[0]:
+                path.target, path.posteriors, path.needs = None, (), ()
+                path.reason = f"this call reads {path.size} posterior entries, the first call {sizes[0]}"
 
 
 def describe_path(run: Trace, call: int) -> str:

@@ -7,7 +7,7 @@ are deep and nested objects would reach Python's recursion limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -343,6 +343,17 @@ class Program(Complete):
         """The modules whose parameters a step depends on."""
         norms = [step.norm for step in self.leaves(target, NormBelief) if isinstance(step, NormBelief)]
         return norms + [step.owner for step in self.leaves(target, Parameter) if isinstance(step, Parameter)]
+
+    def needed(self, targets: Iterable[int]) -> list[int]:
+        """These steps and all steps that they depend on."""
+        seen: set[int] = set()
+        pending = list(targets)
+        while pending:
+            step = pending.pop()
+            if step not in seen:
+                seen.add(step)
+                pending.extend(self.steps[step].inputs)
+        return sorted(seen)
 
     def leaves(self, target: int, kind: type[Step] | tuple[type[Step], ...]) -> list[Step]:
         """The steps of one kind that a step depends on."""
