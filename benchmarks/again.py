@@ -24,7 +24,7 @@ from kalmannorm.lab.bench.output import write_csv
 def command_of(path: Path) -> list[str]:
     """The command in the record's first row, without the output file. Empty if it has none."""
     words = shlex.split(read(path)[0].get("command", ""))
-    for option in ("-o", "--output"):
+    for option in ("-o", "--out", "--output"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]

@@ -10,7 +10,7 @@ import typer
 
 from kalmannorm_command.analyse import analyse
 from kalmannorm_command.bench import bench
-from kalmannorm_command.commands import Command
+from kalmannorm_command.commands import Command, Group
 from kalmannorm_command.compare import compare
 from kalmannorm_command.data import data
 from kalmannorm_command.demo import demo
@@ -19,11 +19,12 @@ from kalmannorm_command.export import export
 from kalmannorm_command.report import report
 from kalmannorm_command.reproduce import reproduce
 from kalmannorm_command.train import train
-from kalmannorm_command.usage import RefusedError, UsageError, check_words, line
+from kalmannorm_command.usage import RefusedError, UsageError, check_words, line, with_option
 from kalmannorm_command.version import versions
 
 app = typer.Typer(
     name="kalmannorm",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,8 +61,9 @@ def everything(
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit status. A mistake of the user is 2, with one line on stderr."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        check_words(sys.argv[1:] if arguments is None else arguments)
+        check_words(words)
         status = app(arguments, prog_name="kalmannorm", standalone_mode=False)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -71,7 +73,7 @@ def run(arguments: list[str] | None = None) -> int:
         return _told(line(error), 2)
     except Exception as error:
         text, status = _explained(error)
-        return _told(text, status)
+        return _told(with_option(text, words), status)
     if status == 130:  # typer returns it after a Ctrl-C that no command handled
         return _told("interrupted", 130)
     return status if isinstance(status, int) else 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import typer
-from typer.core import TyperGroup
 
 from kalmannorm_command.bench_inference import inference
 from kalmannorm_command.bench_op import op
 from kalmannorm_command.bench_step import step
-from kalmannorm_command.commands import Command
+from kalmannorm_command.commands import Command, Group
 
 
-class _StepUnlessNamed(TyperGroup):
+class _StepUnlessNamed(Group):
     def parse_args(self, ctx, args):  # type: ignore[no-untyped-def] # typer does not export click's types
         help_wanted = args[:1] in (["-h"], ["--help"])
         if not help_wanted and (not args or args[0].startswith("-")):

@@ -22,7 +22,7 @@ Rounds = Annotated[int, typer.Option("--rounds", help="Samples of each contender
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or a numbered GPU such as cuda:1.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads. [default: torch decides]")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Also write a CSV file, with hardware, versions and command.")
+    Path | None, typer.Option("--out", "-o", help="Also write a CSV file, with hardware, versions and command.")
 ]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Also plot the ratios to a .png or .svg file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]

@@ -30,7 +30,7 @@ def compare(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--settings",
+            "--setting",
             "-s",
             help="Gradient batch and statistics batch, such as 128,2. May be repeated. "
             "[default: the data set's setting, and its gradient batch as one group]",

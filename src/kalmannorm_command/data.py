@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm_command.commands import Command
+from kalmannorm_command.commands import Command, Group
 
 if TYPE_CHECKING:
     from kalmannorm.lab.data.source import Source
 
-data = typer.Typer(help="List, fetch and check data sets.", no_args_is_help=True)
+data = typer.Typer(help="List, fetch and check data sets.", no_args_is_help=True, cls=Group)
 
 Root = Annotated[
     Path | None,
     typer.Option(
-        "--root",
         "--data-root",
         help="Folder of the data sets. [default: $KALMANNORM_DATA, or kalmannorm in the user's cache folder]",
     ),

@@ -14,7 +14,7 @@ def export(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="File to write. The format follows from the name: .onnx, .pt2 or .safetensors."
+            "--out", "-o", help="File to write. The format follows from the name: .onnx, .pt2 or .safetensors."
         ),
     ],
     inference: Annotated[str, typer.Option("--inference", help="population, example or batch.")] = "population",

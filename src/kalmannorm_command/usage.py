@@ -13,8 +13,13 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """click's class. typer uses its own copy of click, or the package, depending on its version."""
 LONGEST = 4096
 """Characters per word. No path is longer."""
-SYNONYMS = {"--batch-size": "--setting"}
-"""Options of other programs, and what they are called here."""
+SYNONYMS = {
+    "--batch-size": "--setting",
+    "--settings": "--setting",
+    "--output": "--out",
+    "--root": "--data-root",
+}
+"""Options of other programs and of earlier versions, and what they are called here."""
 
 
 class RefusedError(Exception):
@@ -43,6 +48,29 @@ def _fault(word: str) -> str | None:
     if "Cc" in kinds:
         return f"contains a control character: {word!a}"
     return None
+
+
+def with_option(text: str, words: Sequence[str]) -> str:
+    """The message with the option in front, as it was typed, if the message quotes a value of exactly one option.
+
+    The library does not know how an option was spelled: -s or --setting, --method or --methods.
+    """
+    quoted = set(re.findall(r"'([^']+)'", text.partition("did you mean")[0]))
+    quoted |= {f"{a},{b}" for a, b in re.findall(r"setting \((\d+), (\d+)\)", text)}
+    typed = [option for option, value in _given(words) if {value, *value.split(",")} & quoted]
+    return f"{typed[0]}: {text}" if len(set(typed)) == 1 and typed[0] not in text else text
+
+
+def _given(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Options and their values: `--option value`, `--option=value`, `-o value` and `-ovalue`."""
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        attached = re.match(r"(--[\w-]+)=(.*)|(-\w)(.+)", word) if word.startswith("-") else None
+        if attached and (attached[1] or not word.startswith("--")):
+            found.append((attached[1] or attached[3], attached[2] if attached[1] else attached[4].removeprefix("=")))
+        elif before.startswith("-") and not word.startswith("-"):
+            found.append((before, word))
+    return found
 
 
 def line(error: Exception) -> str:

@@ -38,15 +38,57 @@ DATA_SETS = Path(__file__).parents[2] / "docs" / "data.md"
         ("train again", "unexpected extra argument"),
         ("compare --seeds 0", "'--seeds'"),
         ("evaluate", "missing argument"),
-        ("export run", "missing option '--output'"),
+        ("export run", "missing option '--out'"),
         ("bench --devise cpu", "did you mean --device? See kalmannorm bench step --help"),
         ("data fetsh", "'fetch'"),
         ("tran", "'train'? See kalmannorm --help"),
         ("--verison", "did you mean --version?"),
+        ("compare --settings 64,2", "unknown option --settings: did you mean --setting?"),  # as it was called before
+        ("bench --output times.csv", "unknown option --output: did you mean --out?"),
+        ("data list --root here", "unknown option --root: did you mean --data-root?"),
+        ("compare --methods bn,bnk", "--methods: unknown method 'bnk'; did you mean 'bn' or 'bkn'?"),
+        ("compare -m bnk", "kalmannorm: -m: unknown method 'bnk'"),  # the option as it was typed
+        ("train --method=bnk", "kalmannorm: --method: unknown method 'bnk'"),
+        ("compare -s64,3", "kalmannorm: -s: setting (64, 3)"),
+        ("train --setting 64", "kalmannorm: --setting: setting '64' is not understood"),
+        ("train --precision fp8 --method bn", "kalmannorm: --precision: unknown precision 'fp8'"),
+        ("train --learning-rate -1", "kalmannorm: --learning-rate must be"),  # not twice
+        ("reproduce cifr", "kalmannorm: unknown experiment 'cifr'"),  # an argument has no option
     ],
 )
 def test_typing_errors(capsys, arguments, expected):
     assert expected in said(capsys, *arguments.split())
+
+
+def every_command(command, name=()):
+    yield name, command
+    for child, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*name, child))
+
+
+ALL = dict(every_command(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", ALL, ids=" ".join)
+def test_flags_are_shown_as_flags(capsys, monkeypatch, name):
+    shown = help_of(capsys, monkeypatch, *name)
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
+
+
+def test_an_option_has_one_spelling():
+    """One name in one command, and the same name and letter in all commands."""
+    letters: dict[str, set[str]] = {}
+    for command in ALL.values():
+        for parameter in command.params:
+            long = [name for name in parameter.opts if name.startswith("--")]
+            assert len(long) <= 1, long
+            for letter in set(parameter.opts) - set(long):
+                if letter.startswith("-"):
+                    letters.setdefault(letter, set()).update(long)
+    assert letters["-o"] == {"--out"}
+    assert letters["-s"] == {"--setting"}
+    assert all(len(names) == 1 for names in letters.values())
 
 
 def test_version(capsys):

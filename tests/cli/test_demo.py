@@ -143,7 +143,7 @@ def test_where_nothing_could_run_only_the_reason_is_told(tmp_path, monkeypatch):
     [
         (["--methods", ","], "--methods is empty"),
         (["--methods", "bn,xx"], "unknown method 'xx'"),
-        (["--settings", "64,3"], "does not divide"),
+        (["--setting", "64,3"], "does not divide"),
         (["--dataset", "digitz"], "did you mean 'digits'"),
     ],
 )

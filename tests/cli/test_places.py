@@ -116,7 +116,7 @@ def test_a_folder_without_permission(capsys, tmp_path, monkeypatch, no_work):
 
 def test_a_data_root_below_a_file(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    assert run(["data", "fetch", "cifar10", "--root", str(tmp_path / "file")]) == 2
+    assert run(["data", "fetch", "cifar10", "--data-root", str(tmp_path / "file")]) == 2
     err = capsys.readouterr().err
     assert "cannot write to" in err and str(tmp_path / "file") in err and "Traceback" not in err
 
@@ -151,7 +151,7 @@ def test_brackets_in_names_are_no_markup(capsys, finished, tmp_path, monkeypatch
         assert run(command) == 0
         out, err = capsys.readouterr()
         assert str(folder) in out + err
-    assert run(["data", "list", "--root", str(folder)]) == 0
+    assert run(["data", "list", "--data-root", str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out.replace("\n", "")
 
 

@@ -65,7 +65,7 @@ def make_run(folder: Path, recipe: Recipe, *, unfinished: bool = False, diverged
     m = recipe.statistics_batch
     source = _origin() | {
         "commit": "0123456789abcdef0123456789abcdef01234567",
-        "command": f"kalmannorm compare --methods {recipe.method} --settings {recipe.gradient_batch},{m}",
+        "command": f"kalmannorm compare --methods {recipe.method} --setting {recipe.gradient_batch},{m}",
     }
     write_json(folder / "recipe.json", {"recipe": recipe.to_json(), "execution": {"device": "cpu"}, "origin": source})
     accuracy = accuracies(recipe.method, m, recipe.seed)

@@ -67,8 +67,9 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     known = sorted(choices)
     if given in known:
         return given
-    close = difflib.get_close_matches(given, known, 1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
+    swapped = [name for name in known if sorted(name) == sorted(given)]  # letters in another order: bnk is bkn
+    close = list(dict.fromkeys([*difflib.get_close_matches(given, known, 1), *swapped]))[:2]
+    meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")
 
 

