@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures docs clean
+.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures docs dist clean
 
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
@@ -19,6 +19,7 @@ help:
 	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
 	@echo "make figures  redraw the README's picture from its records"
 	@echo "make docs     build the documentation site into build/site; a warning is an error"
+	@echo "make dist     build the wheel and the source archive into dist"
 	@echo "make install  only create .venv, pinned, with all extras"
 
 install: $(INSTALLED)
@@ -29,7 +30,7 @@ $(LAB): pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(LAB)
-	$(PIP) --editable '.[lab,test,docs]'
+	$(PIP) --editable '.[lab,test,docs,release]'
 	@touch $@
 
 demo: $(LAB)
@@ -71,5 +72,8 @@ figures: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+dist: install
+	$(BIN)/python -m build --no-isolation --outdir dist
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

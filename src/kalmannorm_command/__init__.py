@@ -13,10 +13,14 @@ from __future__ import annotations
 import sys
 
 from kalmannorm_command.interrupts import ending_at_once
+from kalmannorm_command.version import versions
 
 
 def main() -> None:
     """Run the command line. A user's mistake ends in one line and status 2, a Ctrl-C in one line and status 130."""
+    if sys.argv[1:] == ["--version"]:  # it needs no package of the lab
+        print(versions())
+        sys.exit()
     try:
         with ending_at_once():
             from kalmannorm_command.app import run

@@ -13,6 +13,7 @@ import pytest
 import kalmannorm
 
 ROOT = Path(__file__).parents[2]
+pytest.importorskip("mkdocstrings", reason="the tools of the site need Python 3.11")
 
 
 @pytest.fixture(scope="module")
