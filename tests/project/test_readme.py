@@ -72,6 +72,21 @@ def test_the_cifar_table_is_what_the_records_say():
             assert cell == f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}", (label, mode)
 
 
+def test_the_page_for_deciding_repeats_the_readme():
+    """Its table has the columns population and example of the README's."""
+    rows = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    text = (README.parent / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", text, re.MULTILINE))
+    for here, there in {
+        "batch norm, groups of 128": "batch norm (128, 128)",
+        "batch norm, groups of 2": "batch norm (128, 2)",
+        "group norm, warmed up": "group norm, warmed up",
+        "BKN, groups of 2": "BKN (128, 2)",
+    }.items():
+        cells = [cell.strip(" *") for cell in rows[there].split("|")]
+        assert [cell.strip(" *") for cell in shown[here].split("|")] == [cells[0], cells[-1]]
+
+
 def test_the_digits_table_is_what_the_records_say():
     records = [json.loads(line) for line in (RECORDS / "accuracy.jsonl").read_text().splitlines()]
     text = README.read_text(encoding="utf-8").split("| population / batch / example |")[1]
