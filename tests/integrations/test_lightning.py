@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
@@ -93,6 +93,56 @@ def test_a_checkpoint_is_restored_into_a_converted_model(tmp_path):
     tester = trainer(tmp_path, KalmanCallback(statistics_batch_size=2), logger=False)
     tester.test(fresh, loader(shuffle=False), ckpt_path=path, verbose=False)
     torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+class Stop(Callback):
+    """Ends a training after its first epoch."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+class Watch(Callback):
+    """λ of every batch."""
+
+    def __init__(self, callback):
+        self.callback, self.seen = callback, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(self.callback.following.phase.strength)
+
+
+def close(tmp_path, more=(), path=None, **options):
+    """Train 3 epochs of 6 batches."""
+    torch.manual_seed(0)
+    callback, model = KalmanCallback(statistics_batch_size=2, closing=(0.2, 0.6)), Classifier()
+    watch = Watch(callback)
+    running = Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback, watch, *more], max_epochs=3, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    model.net[6] = nn.Identity()  # no dropout: a resumed training draws other numbers
+    running.fit(model, loader(shuffle=False), loader(shuffle=False), ckpt_path=path)
+    return model, running, watch.seen
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_closing_phase_counts_steps_of_the_optimizer(tmp_path, parts):
+    model, _, seen = close(tmp_path, accumulate_grad_batches=parts)
+    steps = 18 // parts
+    expected = [min(max((number / steps - 0.2) / 0.4, 0), 1) for number in range(steps) for _ in range(parts)]
+    assert seen == pytest.approx(expected)
+    assert not any("closing" in name for name in model.state_dict())
+
+
+def test_a_closing_phase_is_resumed(tmp_path):
+    whole, _, seen = close(tmp_path / "whole")
+    _, running, first = close(tmp_path / "part", [Stop()])
+    running.save_checkpoint(tmp_path / "part.ckpt")
+    resumed, _, second = close(tmp_path / "rest", path=tmp_path / "part.ckpt")
+    assert [*first, *second] == pytest.approx(seen)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(value, resumed.state_dict()[name], msg=name)
 
 
 def test_recalibration_gives_population_statistics_and_leaves_training_alone(tmp_path):

@@ -83,6 +83,30 @@ def test_training_resumes_from_a_checkpoint(tmp_path):
     torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict())
 
 
+def test_a_closing_phase_is_resumed(tmp_path):
+    """The checkpoint lies in the middle of the phase."""
+
+    def closing():
+        return KalmanCallback(EXAMPLE, statistics_batch_size=2, closing=(0.2, 0.9))
+
+    whole = trainer(tmp_path / "a", closing())
+    whole.train()
+    again = trainer(tmp_path / "b", closing())
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-6"))
+    assert not any("closing" in name for name in whole.model.state_dict())
+    torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict())
+    plain = trainer(tmp_path / "c", KalmanCallback(EXAMPLE, statistics_batch_size=2))
+    plain.train()
+    assert not torch.equal(plain.model.classifier[1].weight, whole.model.classifier[1].weight)
+
+
+def test_fp16_has_a_scaler_that_callbacks_do_not_get(tmp_path):
+    running = trainer(tmp_path, KalmanCallback(EXAMPLE, closing=(0.2, 0.9)))
+    running.args.fp16 = True
+    with pytest.raises(ValueError, match="closing does not work with fp16"):
+        running.callback_handler.on_train_begin(running.args, running.state, running.control)
+
+
 def test_recalibration_gives_population_statistics_and_leaves_training_alone(tmp_path):
     callback = KalmanCallback(EXAMPLE, recalibrate_on=lambda: DataLoader(Images(), 4), statistics_batch_size=2)
     running = trainer(tmp_path, callback)

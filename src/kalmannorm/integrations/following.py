@@ -1,4 +1,5 @@
-"""What the callbacks of all trainers do: convert in time, recalibrate before an evaluation, and collect figures to log.
+"""What the callbacks of all trainers do: convert in time, lead through the closing phase, recalibrate before an
+evaluation, and collect figures to log.
 
 Conversion adds parameters, so it must come before the optimizer is built. It is done in place, because the trainer
 holds the model already.
@@ -6,12 +7,14 @@ holds the model already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.convert import convert, rewire
 from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import gains
@@ -21,6 +24,8 @@ from kalmannorm._support.checks import positive_int
 from kalmannorm.integrations.variance_gaps import VarianceGaps
 
 Data = Iterable[Any] | Callable[[], Iterable[Any]]
+Closing = tuple[float, float]
+"""The shares of training at which the closing phase begins and reaches its full strength."""
 
 
 class Following:
@@ -33,6 +38,7 @@ class Following:
         recalibrate_batches: int | None,
         forward: Forward | None,
         per_layer: bool,
+        closing: Closing | None,
         options: dict[str, Any],
     ) -> None:
         if "inplace" in options:
@@ -42,6 +48,10 @@ class Following:
         self.example_input, self.options = example_input, options
         self.data, self.batches, self.forward = recalibrate_on, recalibrate_batches, forward
         self.per_layer, self.gaps = per_layer, VarianceGaps()
+        if closing is not None and not (len(closing) == 2 and 0 <= closing[0] <= closing[1] <= 1):
+            raise ValueError(f"closing must be two shares of the training, such as (0.3, 0.6), got {closing!r}")
+        self.closing = closing
+        self.phase: ClosingPhase | None = None
 
     def prepare(self, model: nn.Module, example_input: Any) -> None:
         """Convert a model with batch norms, or wire one that was built with `norm_layer`. Others stay as they are."""
@@ -55,6 +65,26 @@ class Following:
             rewire(model, example_input)
         else:
             convert(model, example_input, inplace=True, **self.options)
+
+    def begin(self, model: nn.Module, steps: float, done: int, scaler: Any = None) -> None:
+        """Before training: `steps` optimizer steps in all, of which `done` are behind a checkpoint."""
+        if self.closing is None:
+            return
+        if not math.isfinite(steps):
+            raise ValueError("KalmanCallback: closing needs a training with a known number of steps, got none")
+        start, end = self.closing
+        self.phase = ClosingPhase(model, int(steps), start=start, end=end, scaler=scaler)
+        self.phase.load_state_dict({"done": done})
+
+    def stepped(self, done: int) -> None:
+        """After a batch: the optimizer has made `done` steps in all."""
+        if self.phase is not None and done > self.phase.done:
+            self.phase.step()
+
+    def finish(self) -> None:
+        """After training: the model needs no state of the closing phase any more."""
+        if self.phase is not None and self.phase.done >= self.phase.steps:
+            self.phase.remove()
 
     def recalibrate(self, model: nn.Module) -> None:
         """Recalibrate on the data that were given. The random numbers of training stay the same."""

@@ -1,4 +1,4 @@
-"""`Trainer(callbacks=[KalmanCallback(...)])` of Lightning: converts, recalibrates and logs.
+"""`Trainer(callbacks=[KalmanCallback(...)])` of Lightning: converts, closes, recalibrates and logs.
 
 Lightning calls `setup` before it restores a checkpoint, builds the optimizers and wraps the model for several devices.
 So the model is converted there.
@@ -15,7 +15,7 @@ from torch import nn
 from kalmannorm._model.norm_classes import batch_norms
 from kalmannorm._model.recalibrate import Forward
 from kalmannorm._model.settings import norms
-from kalmannorm.integrations.following import Data, Following
+from kalmannorm.integrations.following import Closing, Data, Following
 
 Stage = Literal["validation", "test"]
 STAGES: tuple[Stage, ...] = ("validation", "test")
@@ -36,6 +36,8 @@ class KalmanCallback(Callback):
         before: the evaluations that recalibration comes before: "validation", "test" or both.
         recalibrate_batches: the most batches for it. None takes all.
         forward: `forward(module, batch)` runs the module on such a batch. The default takes the first element.
+        closing: two shares of the training, such as (0.3, 0.6). Between them `kalmannorm.ClosingPhase` lets the norms
+            go over to their running statistics. None: no closing phase.
         per_layer: log the gain and the gap of every norm too.
         **options: options of `kalmannorm.convert`, such as `statistics_batch_size=2`.
     """
@@ -49,6 +51,7 @@ class KalmanCallback(Callback):
         before: Collection[Stage] = STAGES,
         recalibrate_batches: int | None = None,
         forward: Forward | None = None,
+        closing: Closing | None = None,
         per_layer: bool = False,
         **options: Any,
     ) -> None:
@@ -56,7 +59,9 @@ class KalmanCallback(Callback):
         if unknown or isinstance(before, str):
             raise ValueError(f"before must be a tuple with 'validation', 'test' or both, got {before!r}")
         self.module, self.before = module, tuple(before)
-        self.following = Following(example_input, recalibrate_on, recalibrate_batches, forward, per_layer, options)
+        self.following = Following(
+            example_input, recalibrate_on, recalibrate_batches, forward, per_layer, closing, options
+        )
 
     def converted(self, lightning_module: LightningModule) -> nn.Module:
         """The module that is, or will be, converted."""
@@ -82,6 +87,14 @@ class KalmanCallback(Callback):
             )
         self.following.prepare(self.converted(pl_module), given)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        steps, done = trainer.estimated_stepping_batches, trainer.global_step
+        self.following.begin(self.converted(pl_module), steps, done, scaler)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.following.finish()
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.is_last_batch:
             self.following.gaps.start(self.converted(pl_module))
@@ -89,6 +102,7 @@ class KalmanCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.following.stepped(trainer.global_step)
         if trainer.is_last_batch:
             self.following.gaps.stop()
             pl_module.log_dict(self.following.figures(self.converted(pl_module)), on_step=False, on_epoch=True)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kalmannorm._model.recalibrate import Forward
 from kalmannorm._model.settings import norms
-from kalmannorm.integrations.following import Data, Following
+from kalmannorm.integrations.following import Closing, Data, Following
 
 
 def _with_names(model: nn.Module, batch: Any) -> object:
@@ -35,6 +35,8 @@ class KalmanCallback(TrainerCallback):
         recalibrate_batches: the most batches for it. None takes all.
         forward: `forward(model, batch)` runs the model on such a batch. The default calls `model(**batch)` without
             labels.
+        closing: two shares of the training, such as (0.3, 0.6). Between them `kalmannorm.ClosingPhase` lets the norms
+            go over to their running statistics. None: no closing phase.
         per_layer: log the gain and the gap of every norm too.
         **options: options of `kalmannorm.convert`, such as `statistics_batch_size=2`.
     """
@@ -46,11 +48,14 @@ class KalmanCallback(TrainerCallback):
         recalibrate_on: Data | None = None,
         recalibrate_batches: int | None = None,
         forward: Forward | None = None,
+        closing: Closing | None = None,
         per_layer: bool = False,
         **options: Any,
     ) -> None:
         forward = forward or _with_names
-        self.following = Following(example_input, recalibrate_on, recalibrate_batches, forward, per_layer, options)
+        self.following = Following(
+            example_input, recalibrate_on, recalibrate_batches, forward, per_layer, closing, options
+        )
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.following.prepare(kwargs["model"], self.following.example_input)
@@ -63,6 +68,17 @@ class KalmanCallback(TrainerCallback):
                 "KalmanCallback: it came too late to convert the model; pass it to Trainer(callbacks=[...]), not to "
                 "add_callback"
             )
+        if self.following.closing is not None and args.fp16:
+            raise ValueError(
+                "KalmanCallback: closing does not work with fp16, because the trainer's GradScaler cannot be reached; "
+                "use bf16=True"
+            )
+        self.following.begin(kwargs["model"], state.max_steps, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.following.finish()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,6 +89,7 @@ class KalmanCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.following.gaps.stop()
+        self.following.stepped(state.global_step)
         self._before_evaluation(control, kwargs["model"])
 
     def on_epoch_end(
