@@ -191,6 +191,7 @@ def test_schedule():
     seen = []
     for _ in range(9):
         seen.append((phase.strength, norms_of(model)[0].closes))
+        loss_of(model, *images(0)).backward()
         phase.step()
     assert [strength for strength, _ in seen] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
     assert [closes for _, closes in seen] == [False, False] + [True] * 7
@@ -400,6 +401,15 @@ def test_a_step_with_nan_changes_no_average():
     for norm, old in zip(norms_of(model), before, strict=True):
         assert torch.equal(norm.closing.averages, old)
         assert not norm.closing.probe.grad.any()
+
+
+def test_gradients_of_parameters_alone_are_noticed():
+    model = converted()
+    phase = ClosingPhase(model, 10, start=0, end=0.5)
+    torch.autograd.grad(loss_of(model, *images(0)), list(model.parameters()), allow_unused=True)
+    with pytest.warns(UserWarning, match=r"no backward has reached a norm.*use loss\.backward\(\)"):
+        phase.step()
+    phase.step()  # once: a second warning would be an error
 
 
 def test_averages_forget_the_start():

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from kalmannorm._model.settings import require_norms
@@ -77,6 +78,7 @@ class ClosingPhase:
                 raise ValueError(f"ClosingPhase: layer {name or '(the model itself)'!r}: {error}") from None
             self._norms.append(norm)
         self._ranks = Ranks(process_group)
+        self._checked = False
         self.done = 0
         self._set_strength()
 
@@ -146,6 +148,7 @@ class ClosingPhase:
             sums = sums.contiguous()
             RankGroup(group, _PLACE).add_up(sums)
         backwards = sums[2]
+        self._check(backwards)
         moves = torch.isfinite(sums).all() & (backwards > 0)
         new = (sums[:2] / backwards / states[0].scale).to(old.dtype)
         weight = (1 / (old[2] + 1)).clamp(min=self.momentum)
@@ -153,3 +156,15 @@ class ClosingPhase:
         result = torch.stack([*averages, old[2] + moves], 1)
         widths = [len(state.averages) for state in states]
         torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths)))
+
+    def _check(self, backwards: Tensor) -> None:
+        """Warn in the first step if no backward was collected. Only then, because it waits for the device."""
+        if not self._checked and not backwards.any():
+            warnings.warn(
+                "ClosingPhase.step: no backward has reached a norm since the last step, so the averages of gradients "
+                "stay zero. Call step once after every optimizer step, and use loss.backward(): torch.autograd.grad, "
+                "backward(inputs=...) and torch.cuda.make_graphed_callables compute gradients of parameters only.",
+                UserWarning,
+                stacklevel=4,
+            )
+        self._checked = True
