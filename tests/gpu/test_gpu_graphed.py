@@ -97,7 +97,8 @@ def test_a_replay_launches_no_kernels_from_python():
         loss_of(run, x).backward()
 
     def launched():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             loss_of(run, x).backward()
         return sum("batch_norm" in each.key or "conv" in each.key for each in profile.key_averages())
 

@@ -81,7 +81,8 @@ def loss_of(model, x):
 
 def steps_alike(run, twin, inputs, **zero):
     """A loop with an optimizer. Losses, weights, gradients and statistics are those of the twin, at every step."""
-    optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9, weight_decay=1e-3) for each in (run, twin)]
+    groups = [kalmannorm.parameter_groups(each, 1e-3) for each in (run, twin)]
+    optimizers = [torch.optim.SGD(each, 0.05, momentum=0.9) for each in groups]
     for x in inputs:
         losses = []
         for each, optimizer in zip((run, twin), optimizers, strict=True):
