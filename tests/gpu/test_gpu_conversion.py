@@ -109,3 +109,18 @@ def test_a_model_on_two_devices(transition):
     model(image()).square().sum().backward()
     assert all(p.grad is not None and p.grad.device == p.device for p in model.parameters())
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_moved_between_steps(transition):
+    """Kernels that were prepared on one device are not used on another, also if shapes are the same."""
+    model = net(transition)
+    for device in ("cuda", "cpu", "cuda"):
+        model.to(device)
+        results = []
+        for each in (copy.deepcopy(model), model):  # the copy has prepared nothing
+            each.zero_grad()
+            out = each(image().to(device))
+            out.square().mean().backward()
+            results.append([out.detach(), *(p.grad for p in each.parameters()), *each.buffers()])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -154,7 +154,7 @@ class ShortForward:
             place.check(norm, block.moments)
         if index in block.ran or not place.usable:
             return None
-        key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu
+        key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu, device
         if residual is not None:
             if residual.__class__ is not Tensor:
                 return None
