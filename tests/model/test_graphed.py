@@ -258,3 +258,57 @@ def test_the_whole_order_of_calls():
     run, twin = pair(make, fuse(model, image()))
     assert str(run.fusion) == str(twin.fusion)
     steps_alike(run, twin, images("cpu", 4))
+
+
+def test_gradients_are_kept_without_a_copy():
+    """Autograd copies a gradient whose strides are not those of the parameter. So graphs write them in its layout."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), Turned()).to(memory_format=torch.channels_last)
+    run = make(net)
+    addresses = []
+    for x in images("cpu", 4):
+        run.zero_grad()
+        loss = loss_of(run, x.to(memory_format=torch.channels_last))
+        if run.cuda_graphs.replays == 3:
+            (captured,) = run.cuda_graphs.captured.values()
+            made = captured.gradients.made
+
+            def watched(made=made):
+                found = made()
+                addresses.extend(each.data_ptr() for each in found)
+                return found
+
+            captured.gradients.made = watched
+        loss.backward()
+    assert len(addresses) == 5 == len({*addresses} & {parameter.grad.data_ptr() for parameter in run.parameters()})
+    for parameter, result in zip(run.parameters(), captured.backward_graph.results, strict=True):
+        assert parameter.stride() == result.stride()
+
+
+class Turned(nn.Module):
+    """The gradient of its weight is transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        return (x.mean((2, 3))[..., None] * self.weight.t()).sum(1)
+
+
+def test_a_slice_of_a_weight():
+    """`weight.data` may be replaced by a part of itself, at the same address."""
+    run, twin = pair(make, nn.Sequential(nn.Linear(6, 8), nn.Tanh()))
+    for size in (8, 5):
+        for each in (run, twin):
+            for parameter in each[0].parameters():
+                parameter.grad = None
+                parameter.data = parameter.data[:size]
+        for x in torch.randn(3, 4, 6):
+            results = []
+            for each in (run, twin):
+                each.zero_grad()
+                results.append(each(x))
+                results[-1].sum().backward()
+            close(*results)
+            alike(run, twin)
+    assert run.cuda_graphs.captures == 2

@@ -22,6 +22,7 @@ from kalmannorm._model.graphed.recorder import Recorder, RefusedError
 from kalmannorm._model.graphed.signature import CONSTANTS, Arguments, Autocast
 from kalmannorm._model.graphed.state import ModelState, Version
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Place = tuple[dict[str, Any], str, Tensor]
 """Where a module keeps a parameter, and the parameter."""
 
@@ -81,7 +82,8 @@ class Passes:
             found = torch.autograd.grad(chosen, self.surface, self.grads, allow_unused=True)
         if not self.used:
             self.used = [gradient is not None for gradient in found]
-        return [gradient for gradient in found if gradient is not None]
+        both = zip(found, self.surface, strict=True)
+        return [_laid_out(gradient, like) for gradient, like in both if gradient is not None]
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
@@ -104,12 +106,40 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             torch._foreach_copy_(some, others)
 
 
-def copies(static: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors with these values, in the layout of `like`: autograd then keeps them as gradients without a copy."""
-    fresh = [torch.empty_like(each) for each in like]
-    if fresh:
-        torch._foreach_copy_(fresh, list(static))
-    return fresh
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with the strides of `like`. Autograd keeps such a gradient without a copy.
+
+    And torch copies all gradients with one kernel only if no strides differ. Those of the sides of length 1, as in the
+    weight of a 1×1 convolution, mean nothing.
+    """
+    with torch.no_grad():
+        wanted = torch.empty_like(like, device="meta").stride()
+        if gradient.layout != torch.strided or gradient.stride() == wanted:
+            return gradient
+        places = zip(gradient.shape, gradient.stride(), wanted, strict=True)
+        if all(size == 1 or one == other for size, one, other in places):
+            return gradient.as_strided(gradient.shape, wanted)
+        return torch.empty_like(like).copy_(gradient)
+
+
+class Copies:
+    """Copies tensors of a graph in every step. One call of torch for all of a dtype also creates the new tensors."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        kinds: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            kinds.setdefault(tensor.dtype, []).append(number)
+        self.kinds = [(kind, [tensors[number] for number in numbers]) for kind, numbers in kinds.items()]
+        order = [number for numbers in kinds.values() for number in numbers]
+        self.places = {number: place for place, number in enumerate(order)}
+        """Where `made` has the copy of each tensor."""
+
+    def made(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for kind, tensors in self.kinds:
+            # A product with 1 has the bits of the number.
+            found += torch._foreach_mul(tensors, 1.0) if kind in FLOATS else [each.clone() for each in tensors]
+        return found
 
 
 class Turns:
@@ -159,6 +189,16 @@ class Captured:
             *passes.parameters,
             *(each for each in self.state.tensors(self.version) if id(each) not in changed),
         ]
+        self._order_gradients()
+
+    def _order_gradients(self) -> None:
+        """Find out which result of the backward belongs to each input, and to each parameter in `reached`."""
+        passes = self.passes
+        self.gradients = Copies([] if self.backward_graph is None else self.backward_graph.results)
+        used = (each for each, wanted in zip(passes.surface, passes.used, strict=False) if wanted)
+        found = {id(each): self.gradients.places[number] for number, each in enumerate(used)}
+        targets = [*passes.static, *(passes.aliases[id(each)] for each in self.reached)]
+        self.sources = [found.get(id(target)) for target in targets]
 
     def _first_run(self, passes: Passes, pattern: list[bool] | None) -> None:
         """Everything is prepared here. It also shows what the outputs are."""
@@ -186,6 +226,7 @@ class Captured:
 
     def _second_run(self, passes: Passes) -> None:
         before, host = [each._version for each in passes.static], self.recorder.host_random()
+        drawn = self.recorder.random_state(self.device)
         with self.recorder.without_waiting():
             passes.forward()
             if passes.structure != self.structure or _constants(passes.result) != self.constants:
@@ -198,6 +239,7 @@ class Captured:
             raise RefusedError("the model draws random numbers on the host")
         if not self.current():
             raise RefusedError("the forward changes attributes of the model")
+        self.draws = not torch.equal(self.recorder.random_state(self.device), drawn)
 
     def _check_result(self, passes: Passes) -> None:
         own = {each.untyped_storage().data_ptr() for each in (*passes.static, *self.state.parameters)}
@@ -240,12 +282,14 @@ class Captured:
         for static, given in zip(passes.grads, grads, strict=True):
             static.copy_(given)
         self.backward_graph.replay()
-        used = [each for each, wanted in zip(passes.surface, passes.used, strict=True) if wanted]
-        found = dict(zip(map(id, used), copies(self.backward_graph.results, used), strict=True))
-        targets = [*passes.static, *(passes.aliases[id(each)] for each in self.reached)]
-        return [found.get(id(target)) for target in targets]
+        found = self.gradients.made()
+        return [None if source is None else found[source] for source in self.sources]
 
-    def again(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    def random_state(self) -> Tensor | None:
+        """None if the model draws no random numbers: to ask the device's generator in every step takes time."""
+        return self.recorder.random_state(self.device) if self.draws else None
+
+    def again(self, inputs: Sequence[Tensor], state: Tensor | None) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of an eager forward on these inputs, and the tensors to differentiate them by.
 
         Random numbers and statistics are those of the last replay. The tensors are views: hooks on a tensor itself run
@@ -255,7 +299,8 @@ class Captured:
         old = [each.clone() for each in passes.old]
         with torch.enable_grad(), _nothing_moves(passes.changed, recorder, self.device), self.autocast.again():
             copy_all(passes.changed, old)
-            recorder.set_random_state(state, self.device)
+            if state is not None:
+                recorder.set_random_state(state, self.device)
             views = {id(each): each.view_as(each) if each.requires_grad else each for each in passes.parameters}
             given = [each.view_as(each) if each.requires_grad else each for each in inputs]
             args, kwargs = passes.arguments.replaced(given).call()

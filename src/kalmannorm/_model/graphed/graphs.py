@@ -11,19 +11,18 @@ import threading
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
-from itertools import chain
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from kalmannorm._model.graphed.capture import Captured, Turns
 from kalmannorm._model.graphed.recorder import Recorder, RefusedError
-from kalmannorm._model.graphed.replay import Replay, Ticket
+from kalmannorm._model.graphed.replay import Ticket, replayed
 from kalmannorm._model.graphed.signature import Arguments, arguments_of, key_of, modes
-from kalmannorm._model.graphed.state import ModelState, Version
+from kalmannorm._model.graphed.state import ModelState, Version, device_of
 from kalmannorm._running.short_way import watched
 from kalmannorm._support.activation_checkpoints import recompute_id
 
@@ -52,11 +51,6 @@ class Pool:
         return ticket is None or ticket.done
 
 
-def _device(model: nn.Module) -> torch.device:
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
 class Graphs:
     """The graphs of one model. Printed, it says what was captured, and why calls ran eagerly."""
 
@@ -71,7 +65,7 @@ class Graphs:
 
     def _begin(self) -> None:
         """Forget everything about the model's tensors of before."""
-        self.generation, self.device = self.state.generation, _device(self.model)
+        self.generation, self.device = self.state.generation, device_of(self.model)
         self.captured: OrderedDict[Place, Captured] = OrderedDict()
         self.last_use: dict[Place, int] = {}
         self.pools = [Pool() for _ in range(POOLS)]
@@ -87,7 +81,9 @@ class Graphs:
         return f"{len(self)} graphs, captured {self.captures} times, replayed {self.replays} times{reasons}"
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = _device(self.model)
+        device = self.state.device()
+        if not self.recorder.serves(device) or device != self.device:
+            device = device_of(self.model)
         if self.captured and device != self.device:
             with self.lock:
                 self._begin()  # old graphs would keep the memory of the old device
@@ -100,11 +96,13 @@ class Graphs:
             version = self.state.version()
             if self.state.generation != self.generation:
                 self._begin()
-            problem = self._problem(arguments, version, device)
+                device = self.device
+                problem = self._unusual(device)
+            kinds = tuple(map(key_of, arguments.leaves))
+            problem = problem or self._problem(arguments, kinds, version, device)
             if problem is not None:
                 return self._run(problem, args, kwargs)
-            kinds, surroundings = tuple(map(key_of, arguments.leaves)), modes(device.type)
-            key = version.number, arguments.form(), kinds, surroundings
+            key = version.number, arguments.form(), kinds, modes(device.type)
             return self._serve(key, arguments, version, args, kwargs)
 
     def _unusual(self, device: torch.device) -> str | None:
@@ -121,12 +119,14 @@ class Graphs:
             return "hooks on all modules"
         return None
 
-    def _problem(self, arguments: Arguments, version: Version, device: torch.device) -> str | None:
+    def _problem(
+        self, arguments: Arguments, kinds: tuple[Hashable, ...], version: Version, device: torch.device
+    ) -> str | None:
         if version.problem is not None:
             return version.problem
         if self.state.hooked():
             return "hooks on modules"
-        if any(key_of(leaf) is None for leaf in arguments.leaves):
+        if None in kinds:
             return "arguments that are neither plain tensors nor constants"
         if any(tensor.device != device for tensor in arguments.tensors()):
             return "arguments on another device"
@@ -223,7 +223,7 @@ class Graphs:
         if captured.trains:
             ticket = Ticket()
             pool.ticket = weakref.ref(ticket)
-            outputs = Replay.apply(captured, ticket, *inputs, *captured.reached)  # type: ignore[no-untyped-call]
+            outputs: Sequence[Tensor] = replayed(captured, ticket, inputs)
         else:
             outputs = captured.forward(inputs)
         return captured.result(outputs)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from kalmannorm._model.graphed.capture import Captured
 
@@ -50,7 +51,7 @@ class Replay(torch.autograd.Function):
     def forward(ctx: Any, captured: Captured, ticket: Ticket, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.captured, ctx.ticket, ctx.again = captured, ticket, None
-        ctx.random = captured.recorder.random_state(captured.device)
+        ctx.random = captured.random_state()
         inputs = tensors[: captured.inputs]
         outputs = captured.forward(inputs)
         ctx.versions = captured.versions()
@@ -78,6 +79,17 @@ class Replay(torch.autograd.Function):
             found = _again(ctx, inputs, grads)
         ticket.done = True
         return None, None, *found
+
+
+def replayed(captured: Captured, ticket: Ticket, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`Replay.apply` without a Python loop over all parameters, which looks for remains of `torch.func` among them.
+
+    It runs outside of `torch.func` only.
+    """
+    base: Any = super(torch.autograd.Function, Replay)
+    own = unwrap_dead_wrappers(tuple(inputs))
+    outputs: tuple[Tensor, ...] = base.apply(captured, ticket, *own, *captured.reached)
+    return outputs
 
 
 def _again(ctx: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

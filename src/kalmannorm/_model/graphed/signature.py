@@ -60,7 +60,9 @@ def key_of(leaf: Any) -> Hashable:
 
 def _dense(tensor: Tensor) -> bool:
     """Whether its elements fill their memory, each once. Only then a copy can have its strides."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class Autocast(NamedTuple):

@@ -1,7 +1,8 @@
 """What of a model a graph depends on: its modules, the addresses of its tensors, and its settings.
 
 A graph contains addresses and the numbers that Python computed while it was captured. So a graph serves only the
-modules, tensors and settings that it was captured with. They are compared in every call, mostly by identity.
+modules, tensors and settings that it was captured with. They are compared in every call, mostly by identity. A step
+waits for this, so the loops over thousands of attributes run inside functions of the standard library.
 
 Settings are all attributes of all modules, other than tensors that torch registers: flags of training, momentum, eps,
 frozen statistics and so on. A model that switches between training and evaluation has two versions of its settings.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, compress, count
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from kalmannorm._running.relay import Begin, End
 
 VERSIONS = 16
 """Versions of the settings that are known at a time, the most recently used."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_registries_of = itemgetter("_modules", "_parameters", "_buffers")
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set)
@@ -48,12 +51,35 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors_in(each, depth - 1)
 
 
+class Layout:
+    """The names of all settings of all modules."""
+
+    def __init__(self, dicts: list[dict[str, Any]]) -> None:
+        self.lengths = list(map(len, dicts))
+        self.getters = [
+            itemgetter("training", "training", *(name for name in own if name not in _TORCHS_OWN)) for own in dicts
+        ]
+
+    def read(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
+        """The settings. None if modules have other attributes: one more, one less, or one by another name."""
+        if list(map(len, dicts)) != self.lengths:
+            return None
+        try:
+            return list(chain.from_iterable([get(own) for get, own in zip(self.getters, dicts, strict=True)]))
+        except KeyError:
+            return None
+
+
 class Version:
     """Settings, and the tensors among them. `problem`: why a graph cannot serve, None if it can."""
 
-    def __init__(self, state: ModelState, keys: list[Any], values: list[Any]) -> None:
-        self.number, self.keys, self.values = next(_numbers), keys, values
+    def __init__(self, state: ModelState, layout: Layout, values: list[Any]) -> None:
+        self.number, self.layout, self.values = next(_numbers), layout, values
+        self.classes = list(map(type, state.modules))
         self.trained = [parameter.requires_grad for parameter in state.parameters]
+        programs = map(_program, (own.get("wire") for own in state.dicts))
+        self.programs = list({id(each): each for each in programs if each is not None}.values())
+        self.steps = self._steps()
         self.containers, self.tensors = list[tuple[Any, list[Any]]](), list[Tensor]()
         for own in state.dicts:
             for name, value in own.items():
@@ -72,14 +98,18 @@ class Version:
             return "the model is on several devices"
         return None
 
-    def holds(self, state: ModelState, keys: list[Any], values: list[Any]) -> bool:
-        if not same(keys, self.keys):
-            return False
+    def _steps(self) -> list[Any]:
+        """`freeze_priors` replaces some of them."""
+        return [step for program in self.programs for step in program.steps]
+
+    def holds(self, state: ModelState, values: list[Any]) -> bool:
         if not same(values, self.values):
             if len(values) != len(self.values) or not all(map(_equal, values, self.values)):
                 return False
             self.values = values  # equal, but other objects: the next comparison is fast again
         if [parameter.requires_grad for parameter in state.parameters] != self.trained:
+            return False
+        if not same(list(map(type, state.modules)), self.classes) or not same(self._steps(), self.steps):
             return False
         return self.unchanged()
 
@@ -98,10 +128,6 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, _SIMPLE) and bool(one == other))
 
 
-def _registered(dicts: list[dict[str, Any]], kind: str) -> list[Any]:
-    return [value for own in dicts for value in own[kind].values() if value is not None]
-
-
 class ModelState:
     """The modules and tensors of a model, and the versions of its settings. `generation` counts other tensors."""
 
@@ -113,57 +139,78 @@ class ModelState:
         self.generation += 1
         self.modules = list(self.model.modules())
         self.dicts = [vars(module) for module in self.modules]
-        self.children = _registered(self.dicts, "_modules")
-        self.all_parameters, self.buffers = _registered(self.dicts, "_parameters"), _registered(self.dicts, "_buffers")
-        self.parameters: list[Tensor] = list({id(each): each for each in self.all_parameters}.values())
-        self.addresses = self._addresses()
-        self.hooks = [own[kind] for own in self.dicts for kind in _HOOKS]
+        self.lengths, self.registered = self._registered()
+        tensors = [each for each in self.registered if isinstance(each, Tensor)]
+        self.buffers = [each for own in self.dicts for each in own["_buffers"].values() if each is not None]
+        self.parameters: list[Tensor] = list(
+            {id(each): each for own in self.dicts for each in own["_parameters"].values() if each is not None}.values()
+        )
+        self.located = [each for each in tensors if _plain(each)]  # others have no memory that could be compared
+        self.addresses, self.sizes = self._memory()
+        self.first = self._first()
         self.versions: list[Version] = []
 
-    def _addresses(self) -> list[int]:
-        """0 for tensors without memory."""
-        return [_address(tensor) for tensor in (*self.all_parameters, *self.buffers)]
+    def _first(self) -> tuple[dict[str, Any], str, str] | None:
+        """Where the first tensor is: the attributes of its module, the registry, and its name."""
+        for kind in ("_parameters", "_buffers"):
+            for own in self.dicts:
+                for name, tensor in own[kind].items():
+                    if tensor is not None:
+                        return own, kind, name
+        return None
+
+    def device(self) -> torch.device:
+        """The device of the first tensor. It may be wrong if modules were replaced since the last `version`."""
+        own, kind, name = self.first or ({}, "", "")
+        tensor = own.get(kind, {}).get(name)
+        return device_of(self.model) if tensor is None else tensor.device
+
+    def _registered(self) -> tuple[list[int], list[Any]]:
+        """Children, parameters and buffers of all modules, and how many of each every module has."""
+        registries = list(chain.from_iterable(map(_registries_of, self.dicts)))
+        lengths = list(map(len, registries))
+        return lengths, list(chain.from_iterable(map(dict.values, compress(registries, lengths))))
+
+    def _memory(self) -> tuple[list[int], list[int]]:
+        """Where tensors lie, and how large parameters are: `weight.data = weight.data[:8]` keeps the address."""
+        return list(map(Tensor.data_ptr, self.located)), list(map(Tensor.numel, self.parameters))
 
     def _surveyed(self) -> bool:
         """Whether the model still has these modules and tensors."""
-        dicts = self.dicts
-        return (
-            same(_registered(dicts, "_modules"), self.children)
-            and same(_registered(dicts, "_parameters"), self.all_parameters)
-            and same(_registered(dicts, "_buffers"), self.buffers)
-            and self._addresses() == self.addresses
-        )
+        lengths, registered = self._registered()
+        if lengths != self.lengths or not same(registered, self.registered):
+            return False
+        return self._memory() == (self.addresses, self.sizes)
 
     def version(self) -> Version:
         """The settings of now. If the model has other modules or tensors, `generation` increases first."""
         if not self._surveyed():
             self._survey()
-        keys, values = self._settings()
+        layout, values = None, None
         for place in range(len(self.versions) - 1, -1, -1):
-            if self.versions[place].holds(self, keys, values):
+            version = self.versions[place]
+            if version.layout is not layout:
+                layout, values = version.layout, version.layout.read(self.dicts)
+            if values is not None and version.holds(self, values):
                 self.versions.append(self.versions.pop(place))
-                return self.versions[-1]
-        made = Version(self, keys, values)
+                return version
+        return self._made(layout, values)
+
+    def _made(self, layout: Layout | None, values: list[Any] | None) -> Version:
+        if layout is None or values is None:
+            layout = Layout(self.dicts)
+            values = layout.read(self.dicts)
+        assert values is not None
+        made = Version(self, layout, values)
         if all(tensor.grad_fn is None for tensor in made.tensors):  # otherwise it would keep the graph of a forward
             self.versions.append(made)
             del self.versions[:-VERSIONS]
         return made
 
-    def _settings(self) -> tuple[list[Any], list[Any]]:
-        keys, values = list[Any](), list[Any]()
-        for own in self.dicts:
-            keys += own
-            values += own.values()
-        values += map(type, self.modules)
-        wires = (own.get("wire") for own in self.dicts)
-        programs = {id(program): program for wire in wires if (program := _program(wire)) is not None}
-        for program in programs.values():
-            values += program.steps  # `freeze_priors` replaces some
-        return keys, values
-
     def hooked(self) -> bool:
         """Whether a module has hooks that are not of this library. A replay would not call them."""
-        return any(not isinstance(hook, (Begin, End)) for hooks in filter(None, self.hooks) for hook in hooks.values())
+        kept = filter(None, chain.from_iterable(map(_hooks_of, self.dicts)))
+        return any(not isinstance(hook, (Begin, End)) for hooks in kept for hook in hooks.values())
 
     def problem(self) -> str | None:
         for module, own in zip(self.modules, self.dicts, strict=True):
@@ -184,8 +231,9 @@ class ModelState:
         return list({id(tensor): tensor for tensor in found if id(tensor) not in known}.values())
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+def device_of(model: nn.Module) -> torch.device:
+    tensor = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _program(wire: Any) -> Any:
