@@ -312,3 +312,17 @@ def test_a_slice_of_a_weight():
             close(*results)
             alike(run, twin)
     assert run.cuda_graphs.captures == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_part_that_is_scripted():
+    """Its registries are no dicts, and its parameters are new objects whenever they are read."""
+    part = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    run, twin = pair(make, nn.Sequential(nn.Linear(6, 6), part))
+    for x in torch.randn(3, 4, 6):
+        results = [loss_of(each, x) for each in (run, twin)]
+        for loss in results:
+            loss.backward()
+        close(*results)
+        close(run[0].weight.grad, twin[0].weight.grad)
+    assert run.cuda_graphs.replays == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from itertools import chain, compress, count
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ VERSIONS = 16
 """Versions of the settings that are known at a time, the most recently used."""
 _hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _registries_of = itemgetter("_modules", "_parameters", "_buffers")
+_values_of = methodcaller("values")  # registries of a ScriptModule are no dicts
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set)
@@ -56,9 +57,8 @@ class Layout:
 
     def __init__(self, dicts: list[dict[str, Any]]) -> None:
         self.lengths = list(map(len, dicts))
-        self.getters = [
-            itemgetter("training", "training", *(name for name in own if name not in _TORCHS_OWN)) for own in dicts
-        ]
+        names = ([name for name in own if name == "training" or name not in _TORCHS_OWN] for own in dicts)
+        self.getters = [itemgetter("_modules", "_modules", *own) for own in names]  # of two or more it makes a tuple
 
     def read(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
         """The settings. None if modules have other attributes: one more, one less, or one by another name."""
@@ -169,7 +169,7 @@ class ModelState:
         """Children, parameters and buffers of all modules, and how many of each every module has."""
         registries = list(chain.from_iterable(map(_registries_of, self.dicts)))
         lengths = list(map(len, registries))
-        return lengths, list(chain.from_iterable(map(dict.values, compress(registries, lengths))))
+        return lengths, list(chain.from_iterable(map(_values_of, compress(registries, lengths))))
 
     def _memory(self) -> tuple[list[int], list[int]]:
         """Where tensors lie, and how large parameters are: `weight.data = weight.data[:8]` keeps the address."""
