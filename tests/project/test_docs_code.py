@@ -37,8 +37,17 @@ def fresh():
     global model, example_input
     model, example_input = Detector(), x
 """
+EXPERTS = """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = net()[:3], net()[:3], nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
+    def forward(self, x, expert="expert a", task=1):
+        return self.head(self.a(x) if expert == "expert a" else self.b(x))
+model = Experts()
+"""
 GIVEN = {
-    "conversion.md": [NET + "example_input = x", NET + PARTS + "fresh()"],
+    "conversion.md": [NET + "example_input = x", NET + PARTS + "fresh()", EXPERTS],
     "deployment.md": [NET],
     "performance.md": [
         NET,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kalmannorm
-from kalmannorm import accumulate_statistics, convert, freeze_statistics, fuse, set_inference
+from kalmannorm import ClosingPhase, accumulate_statistics, convert, freeze_statistics, fuse, set_inference
 from support.converted_net import Net, image
 
 CASES = {}
@@ -281,11 +281,15 @@ def settings_change(make, device):
         lambda: [freeze_statistics(each, False) for each in (run, twin)],
         lambda: [each.block2.conv1.requires_grad_(False) for each in (run, twin)],
         lambda: [each.block2.conv1.requires_grad_(True) for each in (run, twin)],
-        lambda: [setattr(each.block3, "conv2", nn.Identity()) for each in (run, twin)],
     ]
     for change in changes:
         steps_alike(run, twin, images(device, 3))
         change()
+    steps_alike(run, twin, images(device, 3))
+    for each in (run, twin):
+        each.block3.conv2 = nn.Identity()
+        with pytest.warns(UserWarning, match="'block3.conv2' was replaced"):
+            each(image().to(device))
     steps_alike(run, twin, images(device, 3))
     assert run.cuda_graphs.replays >= 12
 
@@ -435,6 +439,22 @@ def two_backwards_of_one_forward(make, device):
                     out.mean().backward()
             alike(run, twin)
         replayed(run, 4)
+
+
+@case
+def a_closing_phase(make, device):
+    """It collects gradients of tensors that are no parameters, which a graph would not return."""
+    run, twin = pair(make, converted(device))
+    steps_alike(run, twin, images(device, 3))
+    phases = [ClosingPhase(each, 6, start=0, end=0.5) for each in (run, twin)]
+    replays = run.cuda_graphs.replays
+    for x in images(device, 6):
+        for each, phase in zip((run, twin), phases, strict=True):
+            each.zero_grad()
+            loss_of(each, x).backward()
+            phase.step()
+        alike(run, twin)
+    assert run.cuda_graphs.replays == replays, str(run.cuda_graphs)
 
 
 @case

@@ -7,7 +7,6 @@ occupied: other calls use another pool, or run eagerly.
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -57,7 +56,7 @@ class Graphs:
     def __init__(self, model: nn.Module, limit: int, recorder: Recorder) -> None:
         self.model, self.limit, self.recorder = model, limit, recorder
         self.state = ModelState(model)
-        self.lock, self.turns = threading.RLock(), Turns(recorder)
+        self.lock, self.turns = self.state.lock, Turns(recorder)
         self.replays, self.captures, self.calls = 0, 0, 0
         self.eager: Counter[str] = Counter()
         """Calls without a graph, by reason."""

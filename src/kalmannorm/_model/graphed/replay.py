@@ -96,9 +96,10 @@ def _again(ctx: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -
     """Gradients from an eager forward, which later backwards of this call use too."""
     captured, differentiated, keeps = ctx.captured, torch.is_grad_enabled(), bool(_keeps_graph())
     if ctx.again is None:
-        if not captured.current():
-            raise RuntimeError(OTHER_SETTINGS)
-        ctx.again = captured.again(inputs, ctx.random)
+        with captured.state.lock:  # another thread may capture now, and give the model other parameters
+            if not captured.current():
+                raise RuntimeError(OTHER_SETTINGS)
+            ctx.again = captured.again(inputs, ctx.random)
     outputs, wanted = ctx.again
     if not keeps:
         ctx.again = None

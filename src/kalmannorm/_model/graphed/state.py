@@ -11,6 +11,7 @@ frozen statistics and so on. A model that switches between training and evaluati
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain, compress, count
 from operator import itemgetter, methodcaller
@@ -133,6 +134,8 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.generation = model, -1
+        self.lock = threading.RLock()
+        """Held while the model has other parameters, and while its state is compared."""
         self._survey()
 
     def _survey(self) -> None:
