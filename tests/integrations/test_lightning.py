@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import kalmannorm
+from kalmannorm._support.fused_modules import is_fused
 from kalmannorm.integrations.lightning import KalmanCallback
 
 pytestmark = [
@@ -221,3 +222,12 @@ def test_an_example_input_is_needed():
     model.example_input_array = None
     with pytest.raises(ValueError, match="example_input must be given, or set example_input_array"):
         KalmanCallback().setup(None, model, "fit")
+
+
+def test_a_fused_model_stays_fused_when_it_is_compiled():
+    """Importing Lightning makes `torch.compile` store its arguments in the model."""
+    x = torch.randn(4, 1, 8, 8)
+    model = kalmannorm.fuse(kalmannorm.convert(net(), x, statistics_batch_size=2), x)
+    for mode in ("default", "reduce-overhead"):
+        torch.compile(model, mode=mode)
+        assert "_compile_kwargs" in vars(model) and is_fused(model)

@@ -24,7 +24,8 @@ REPORT = "fusion"
 
 Given = Literal["tensor", "sequence", "default"]
 # Attributes on which no forward depends, or which a fused forward reads when it runs.
-_FREE = {*vars(nn.Module()), REPORT, "__dict__", "__class__"}
+# Importing Lightning makes torch.compile store its arguments in the model, as `_compile_kwargs`.
+_FREE = {*vars(nn.Module()), REPORT, "__dict__", "__class__", "_compile_kwargs"}
 
 
 @dataclass(frozen=True)
