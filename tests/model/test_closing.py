@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -213,24 +215,26 @@ def test_accumulation_equals_one_pass(parts, options):
     assert_equal(model, other, 1e-9)
 
 
-def on_a_rank(rank):
-    model = converted()
+def on_a_rank(rank, joined):
+    """Half of every batch. `joined`: the groups span both ranks."""
+    model = converted(**({"statistics_batch_size": None, "process_group": "world"} if joined else {}))
     wrapped = nn.parallel.DistributedDataParallel(model)
     phase = ClosingPhase(model, 12, start=0.1, end=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(12):
         optimizer.zero_grad()
         x, target = (each.chunk(2)[rank] for each in images(number))
-        with accumulate_statistics(model, "world"):
+        with nullcontext() if joined else accumulate_statistics(model, "world"):
             loss_of(wrapped, x, target).backward()
         optimizer.step()
         phase.step()
     return model.state_dict()
 
 
-def test_two_ranks_equal_one_process(tmp_path):
-    states = two_ranks.run(tmp_path, {"closing": on_a_rank})
-    model = converted()
+@pytest.mark.parametrize("joined", [False, True])
+def test_two_ranks_equal_one_process(tmp_path, joined):
+    states = two_ranks.run(tmp_path, {"closing": partial(on_a_rank, joined=joined)})
+    model = converted(**({"statistics_batch_size": None} if joined else {}))
     train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
     for each in states:
         other = copy.deepcopy(model)
@@ -244,31 +248,6 @@ def test_joined_groups_without_ranks():
     for each in (model, other):
         train(each, ClosingPhase(each, 6, start=0, end=0.5), range(6))
     assert_equal(model, other)
-
-
-def joined_on_a_rank(rank):
-    model = converted(statistics_batch_size=None, process_group="world")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    phase = ClosingPhase(model, 12, start=0.1, end=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(12):
-        optimizer.zero_grad()
-        x, target = (each.chunk(2)[rank] for each in images(number))
-        loss_of(wrapped, x, target).backward()
-        optimizer.step()
-        phase.step()
-    return model.state_dict()
-
-
-def test_groups_over_two_ranks(tmp_path):
-    """Half of the batch on each rank, and one group over both."""
-    states = two_ranks.run(tmp_path, {"closing": joined_on_a_rank})
-    model = converted(statistics_batch_size=None)
-    train(model, ClosingPhase(model, 12, start=0.1, end=0.5), range(12))
-    for each in states:
-        other = copy.deepcopy(model)
-        other.load_state_dict(each["closing"])
-        assert_equal(model, other, 1e-9)
 
 
 @pytest.mark.parametrize("residual", [False, True])

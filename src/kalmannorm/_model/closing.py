@@ -33,8 +33,8 @@ class ClosingPhase:
 
     Until `start` the norms run as ever. Then their strength λ rises linearly and reaches 1 at `end`. From there on the
     model trains as it will run in `population` inference, which is what `fold` exports. The backward uses moving
-    averages of gradients instead of the sums of a small group. So the phase does not diverge where frozen statistics
-    do, and it may begin at a high learning rate.
+    averages of gradients instead of the sums of a small group. In the trials of this project it was stable with SGD
+    at learning rates up to 0.2.
 
     Args:
         steps: optimizer steps of the whole training.
