@@ -111,6 +111,29 @@ SIXTH = [
     Run("", MIDDLE[2], rate=0.2, seed=1),
 ]
 
+# A weight decay of 1e-3 helped all forms: learning rates there, and a larger one.
+EARLY = {m: Form(kind="ghost", m=m, closing=True, means="average", close=(0.05, 0.35)) for m in (2, 4)}
+SEVENTH = [
+    Run("", MIDDLE[2], rate=0.15, decay=1e-3),
+    Run("", MIDDLE[1], rate=0.15, decay=1e-3),
+    Run("", MIDDLE[2], rate=0.2, decay=1e-3),
+    Run("", MIDDLE[1], rate=0.2, decay=1e-3),
+    Run("", BATCH, decay=2e-3),
+    Run("", MIDDLE[2], decay=2e-3),
+    Run("", MIDDLE[1], decay=2e-3),
+    Run("", MIDDLE[2], rate=0.15, decay=2e-3),
+    Run("", MIDDLE[1], rate=0.15, decay=2e-3),
+    Run("", BATCH, rate=0.15, decay=1e-3),
+    Run("", BATCH, rate=0.05, decay=2e-3),
+    Run("", MIDDLE[2], decay=1e-3),
+    Run("", MIDDLE[1], decay=1e-3),
+    Run("", BATCH, decay=1e-3, seed=1),
+    Run("", EARLY[2], decay=1e-3),
+    Run("", EARLY[4], decay=1e-3),
+    Run("", EARLY[2], decay=2e-3),
+    Run("", EARLY[4], decay=2e-3),
+]
+
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
     "second": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "tiny100") for run in SECOND],
@@ -119,5 +142,6 @@ ROUNDS = {
     "fourth": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FOURTH],
     "fifth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in FIFTH],
     "sixth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SIXTH],
+    "seventh": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SEVENTH],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }
