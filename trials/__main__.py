@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--round", choices=ROUNDS, required=True)
     parser.add_argument("--cell", choices=CELLS, required=True)
+    parser.add_argument("--match", default="", help="a regular expression: only runs whose key contains it")
     parser.add_argument("--packs", type=Path, default=HERE / "packs")
     parser.add_argument("--records", type=Path, help="a file of JSON lines; trials/records/ROUND.jsonl unless given")
     parser.add_argument("--commit", default="", help="commit of the sources, if git is not available")
@@ -39,9 +41,12 @@ def main() -> None:
     path = arguments.records or HERE / "records" / f"{arguments.round}.jsonl"
     kept = HERE / "records" / f"{arguments.round}.jsonl"
     done = {record["key"] for record in _read(path) + _read(kept)}
-    waiting = [run for run in ROUNDS[arguments.round] if run.cell == arguments.cell and run.key not in done]
+    mine = (run for run in ROUNDS[arguments.round] if run.cell == arguments.cell)
+    waiting = [run for run in mine if run.key not in done and re.search(arguments.match, run.key)]
+    if len({run.test for run in waiting}) > 1:
+        parser.error("some runs are scored on test images and some are not: choose with --match")
     cell, device = CELLS[arguments.cell], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = load(cell, arguments.packs, device)
+    data = load(cell, arguments.packs, device, test=any(run.test for run in waiting))
     print(f"{cell.name}: {len(waiting)} runs to do, {len(data.train)} images; {time.perf_counter() - start:.0f} s")
     while waiting:
         batch, waiting = waiting[: arguments.together], waiting[arguments.together :]
@@ -59,7 +64,7 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-            print(f"{training.run.key}: {record['held_out']} loss {record['loss']}", flush=True)
+            print(f"{training.run.key}: {record.get('test') or record['held_out']} loss {record['loss']}", flush=True)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
         del trainings, training
 
@@ -72,7 +77,8 @@ def _outcome(training: Training) -> dict[str, Any]:
         "epochs": training.epochs,
         "rate": training.rate,
         "form": vars(run.form),
-        "held_out": training.score(),
+        "decay": training.decay,
+        "test" if run.test else "held_out": training.score(),
         "loss": round(loss, 4) if math.isfinite(loss) else None,
         "curve": training.curve(),
         "weights": training.weights(),

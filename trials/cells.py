@@ -1,6 +1,7 @@
-"""The cells of the trials: a data set with a tenth of its training images held out, and a network.
+"""The cells of the trials: a data set and a network.
 
-The images come from packs, see `pack.py`. The test sets are not used: forms are chosen on the held-out tenth.
+The images come from packs, see `pack.py`. Forms are chosen on a held-out tenth of the training images. The test images
+are only used to confirm what was chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Data:
-    """Images (N, 3, H, W) uint8 and labels (N,) on the device; `scale` and `shift` normalize a channel."""
+    """Images (N, 3, H, W) uint8 and labels (N,) on the device; `scale` and `shift` normalize a channel.
+
+    `held`: the images to score, which are not trained on.
+    """
 
     train: Tensor
     train_labels: Tensor
@@ -63,30 +67,43 @@ def _resnet18() -> nn.Module:
 
 CELLS = {
     "cifar10": Cell("cifar10", ("cifar10-a", "cifar10-b"), lambda: CifarInception(10), 32, 4, 15),
+    "cifar100": Cell("cifar100", ("cifar100-a", "cifar100-b"), lambda: CifarInception(100), 32, 4, 15),
     "tiny100": Cell("tiny100", ("tiny100-a", "tiny100-b"), _resnet18, 64, 8, 15),
 }
 
 
-def load(cell: Cell, folder: Path, device: torch.device) -> Data:
-    """The training set of the cell, with every tenth image of each class held out."""
-    parts = [_read(folder / f"{name}.npz", cell.size) for name in cell.packs if (folder / f"{name}.npz").is_file()]
-    if not parts:
-        raise FileNotFoundError(f"no pack of {cell.name} in {folder}: make them with trials/pack.py")
-    images = torch.from_numpy(np.concatenate([part[0] for part in parts])).permute(0, 3, 1, 2).contiguous()
-    labels = torch.from_numpy(np.concatenate([part[1] for part in parts]).astype(np.int64))
-    place = torch.zeros_like(labels)
-    for label in labels.unique():
-        mine = labels == label
-        place[mine] = torch.arange(int(mine.sum()))
-    held = place % 10 == 9
+def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False) -> Data:
+    """The training set of the cell, with every tenth image of each class held out.
+
+    `test`: all training images, and the test images to score.
+    """
+    images, labels = _images(cell.packs, folder, cell.size)
+    if test:
+        train, train_labels = images, labels
+        held, held_labels = _images((f"{cell.name}-test",), folder, cell.size)
+    else:
+        place = torch.zeros_like(labels)
+        for label in labels.unique():
+            mine = labels == label
+            place[mine] = torch.arange(int(mine.sum()))
+        chosen = place % 10 == 9
+        train, train_labels, held, held_labels = images[~chosen], labels[~chosen], images[chosen], labels[chosen]
     # In the order of classes, the examples of a group would be too similar.
-    shuffled = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0))
-    train = images[~held]
+    shuffled = torch.randperm(len(held), generator=torch.Generator().manual_seed(0))
     values = train[::8].float()
     mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3))
     scale, shift = (1 / std).view(1, 3, 1, 1), (-mean / std).view(1, 3, 1, 1)
-    tensors = train, labels[~held], images[held][shuffled], labels[held][shuffled], scale, shift
+    tensors = train, train_labels, held[shuffled], held_labels[shuffled], scale, shift
     return Data(*(tensor.to(device) for tensor in tensors))
+
+
+def _images(packs: tuple[str, ...], folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    missing = [name for name in packs if not (folder / f"{name}.npz").is_file()]
+    if missing:
+        raise FileNotFoundError(f"no pack {missing[0]} in {folder}: make it with trials/pack.py")
+    parts = [_read(folder / f"{name}.npz", size) for name in packs]
+    images = torch.from_numpy(np.concatenate([part[0] for part in parts])).permute(0, 3, 1, 2).contiguous()
+    return images, torch.from_numpy(np.concatenate([part[1] for part in parts]).astype(np.int64))
 
 
 def _read(path: Path, size: int) -> tuple[np.ndarray, np.ndarray]:

