@@ -48,7 +48,7 @@ class Form:
     gradient_alpha: float | None = None
     """For `time`: momentum of ā and c̄; None is `alpha`."""
     top: float = 1.0
-    """For `time`: λ at the end of its ramp."""
+    """For `time` and `closing`: λ at the end of its rise."""
     ramp: tuple[float, float] = (0.05, 0.25)
     """For `time`: the shares of training between which λ rises from 0 to `top`."""
     level: Literal["time", "drift", "mixture"] = "time"
@@ -92,7 +92,7 @@ class Form:
         else:
             kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
         if self.closing and self.means == "average":
-            return kalmannorm.ClosingPhase(model, steps, start=self.close[0], end=self.close[1])
+            return kalmannorm.ClosingPhase(model, steps, start=self.close[0], end=self.close[1], top=self.top)
         if self.kind == "time" or self.closing:
             return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
         return None

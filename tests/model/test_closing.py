@@ -187,17 +187,18 @@ def test_full_strength_trains_the_model_that_population_inference_runs():
     torch.testing.assert_close(trained, to_batchnorm(model).eval()(x))
 
 
-def test_schedule():
+@pytest.mark.parametrize("top", [1, 0.75])
+def test_schedule(top):
     model = converted()
-    phase = ClosingPhase(model, steps=10, start=0.2, end=0.6)
+    phase = ClosingPhase(model, steps=10, start=0.2, end=0.6, top=top)
     seen = []
     for _ in range(9):
         seen.append((phase.strength, norms_of(model)[0].closes))
         loss_of(model, *images(0)).backward()
         phase.step()
-    assert [strength for strength, _ in seen] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
+    assert [strength / top for strength, _ in seen] == pytest.approx([0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1])
     assert [closes for _, closes in seen] == [False, False] + [True] * 7
-    assert all(norm.closing.strength == 1 for norm in norms_of(model))
+    assert all(norm.closing.strength == top for norm in norms_of(model))
     phase.remove()
     assert not any("closing" in name for name in model.state_dict())
     loss_of(model, *images(0)).backward()
@@ -454,7 +455,9 @@ def test_what_has_no_closing_phase(model, message):
         ClosingPhase(model, 4)
 
 
-@pytest.mark.parametrize("options", [{"start": 0.5, "end": 0.4}, {"start": -1}, {"end": 2}, {"momentum": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"start": 0.5, "end": 0.4}, {"start": -1}, {"end": 2}, {"top": 2}, {"momentum": 2}], ids=str
+)
 def test_wrong_arguments(options):
     with pytest.raises(ValueError, match=next(iter(options)) if len(options) == 1 else "end"):
         ClosingPhase(converted(), 4, **options)

@@ -39,6 +39,7 @@ class ClosingPhase:
     Args:
         steps: optimizer steps of the whole training.
         start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model.
+        top: the strength at `end` and later. Below 1 a share of the noise of small groups stays, as regularization.
         momentum: weight of one step in the moving averages of gradients.
         scaler: the `torch.amp.GradScaler` of the training, if there is one. Call `step` after `scaler.update()`.
         process_group: whose gradients are averaged together. "world": all ranks, if there are several. None: this
@@ -58,6 +59,7 @@ class ClosingPhase:
         *,
         start: float = 0.3,
         end: float = 0.6,
+        top: float = 1.0,
         momentum: float = 0.1,
         scaler: GradScaler | None = None,
         process_group: ProcessGroupChoice = "world",
@@ -68,8 +70,9 @@ class ClosingPhase:
                 raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share}")
         if end < start:
             raise ValueError(f"end must be at least start = {start}, got {end}")
+        check_number("top", top, 0, 1)
         check_number("momentum", momentum, 0, 1)
-        self.start, self.end, self.momentum, self.scaler = start, end, momentum, scaler
+        self.start, self.end, self.top, self.momentum, self.scaler = start, end, top, momentum, scaler
         self._norms: list[GroupedNorm] = []
         for name, norm in require_norms(model, "ClosingPhase"):
             try:
@@ -93,7 +96,7 @@ class ClosingPhase:
         share = self.done / self.steps
         if share < self.start:
             return 0.0
-        return 1.0 if share >= self.end else (share - self.start) / (self.end - self.start)
+        return self.top * (1.0 if share >= self.end else (share - self.start) / (self.end - self.start))
 
     @torch.no_grad()
     def step(self) -> None:
