@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from kalmannorm._model.graphed.gradients import Gradients
 from kalmannorm._model.graphed.recorder import Recorder, RefusedError
 from kalmannorm._model.graphed.signature import CONSTANTS, Arguments, Autocast
 from kalmannorm._model.graphed.state import ModelState, Version
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Place = tuple[dict[str, Any], str, Tensor]
 """Where a module keeps a parameter, and the parameter."""
 
@@ -65,6 +65,7 @@ class Passes:
         self.structure: Any = None
         self.pattern, self.used = list[bool](), list[bool]()
         self.grads: list[Tensor] = []
+        self.gradients = Gradients([])
 
     def forward(self) -> list[Tensor]:
         copy_all(self.old, self.changed)
@@ -75,7 +76,10 @@ class Passes:
         return [output.detach() for output in self.outputs]
 
     def backward(self) -> list[Tensor]:
-        """The gradients of the tensors that are used."""
+        """The gradients of the tensors that are used, joined by `gradients`."""
+        return self.gradients.joined(self.differentiated())
+
+    def differentiated(self) -> list[Tensor]:
         chosen = [output for output, wanted in zip(self.outputs, self.pattern, strict=True) if wanted]
         self.outputs, self.result = [], []
         with replaced(self.places, self.aliases):
@@ -120,26 +124,6 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
         if all(size == 1 or one == other for size, one, other in places):
             return gradient.as_strided(gradient.shape, wanted)
         return torch.empty_like(like).copy_(gradient)
-
-
-class Copies:
-    """Copies tensors of a graph in every step. One call of torch for all of a dtype also creates the new tensors."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        kinds: dict[torch.dtype, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            kinds.setdefault(tensor.dtype, []).append(number)
-        self.kinds = [(kind, [tensors[number] for number in numbers]) for kind, numbers in kinds.items()]
-        order = [number for numbers in kinds.values() for number in numbers]
-        self.places = {number: place for place, number in enumerate(order)}
-        """Where `made` has the copy of each tensor."""
-
-    def made(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for kind, tensors in self.kinds:
-            # A product with 1 has the bits of the number.
-            found += torch._foreach_mul(tensors, 1.0) if kind in FLOATS else [each.clone() for each in tensors]
-        return found
 
 
 class Turns:
@@ -194,9 +178,8 @@ class Captured:
     def _order_gradients(self) -> None:
         """Find out which result of the backward belongs to each input, and to each parameter in `reached`."""
         passes = self.passes
-        self.gradients = Copies([] if self.backward_graph is None else self.backward_graph.results)
         used = (each for each, wanted in zip(passes.surface, passes.used, strict=False) if wanted)
-        found = {id(each): self.gradients.places[number] for number, each in enumerate(used)}
+        found = {id(each): passes.gradients.places[number] for number, each in enumerate(used)}
         targets = [*passes.static, *(passes.aliases[id(each)] for each in self.reached)]
         self.sources = [found.get(id(target)) for target in targets]
 
@@ -221,8 +204,10 @@ class Captured:
             passes.grads = [
                 torch.zeros_like(output) for output, wanted in zip(outputs, self.pattern, strict=True) if wanted
             ]
-            if any(gradient.layout != torch.strided for gradient in passes.backward()):
+            gradients = passes.differentiated()
+            if any(gradient.layout != torch.strided for gradient in gradients):
                 raise RefusedError("gradients are sparse")
+            passes.gradients = Gradients(gradients)
 
     def _second_run(self, passes: Passes) -> None:
         before, host = [each._version for each in passes.static], self.recorder.host_random()
@@ -282,7 +267,7 @@ class Captured:
         for static, given in zip(passes.grads, grads, strict=True):
             static.copy_(given)
         self.backward_graph.replay()
-        found = self.gradients.made()
+        found = passes.gradients.copied(self.backward_graph.results)
         return [None if source is None else found[source] for source in self.sources]
 
     def random_state(self) -> Tensor | None:

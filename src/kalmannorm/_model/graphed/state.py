@@ -26,7 +26,8 @@ from kalmannorm._running.relay import Begin, End
 VERSIONS = 16
 """Versions of the settings that are known at a time, the most recently used."""
 _hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_registries_of = itemgetter("_modules", "_parameters", "_buffers")
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_registries_of = itemgetter(*_REGISTRIES)
 _values_of = methodcaller("values")  # registries of a ScriptModule are no dicts
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -142,7 +143,10 @@ class ModelState:
         self.generation += 1
         self.modules = list(self.model.modules())
         self.dicts = [vars(module) for module in self.modules]
-        self.lengths, self.registered = self._registered()
+        self.registries = list(chain.from_iterable(map(_registries_of, self.dicts)))
+        self.lengths = list(map(len, self.registries))
+        self.filled = list(compress(self.registries, self.lengths))
+        self.registered = self._registered()
         tensors = [each for each in self.registered if isinstance(each, Tensor)]
         self.buffers = [each for own in self.dicts for each in own["_buffers"].values() if each is not None]
         self.parameters: list[Tensor] = list(
@@ -168,11 +172,9 @@ class ModelState:
         tensor = own.get(kind, {}).get(name)
         return device_of(self.model) if tensor is None else tensor.device
 
-    def _registered(self) -> tuple[list[int], list[Any]]:
-        """Children, parameters and buffers of all modules, and how many of each every module has."""
-        registries = list(chain.from_iterable(map(_registries_of, self.dicts)))
-        lengths = list(map(len, registries))
-        return lengths, list(chain.from_iterable(map(_values_of, compress(registries, lengths))))
+    def _registered(self) -> list[Any]:
+        """Children, parameters and buffers of all modules."""
+        return list(chain.from_iterable(map(_values_of, self.filled)))
 
     def _memory(self) -> tuple[list[int], list[int]]:
         """Where tensors lie, and how large parameters are: `weight.data = weight.data[:8]` keeps the address."""
@@ -180,8 +182,9 @@ class ModelState:
 
     def _surveyed(self) -> bool:
         """Whether the model still has these modules and tensors."""
-        lengths, registered = self._registered()
-        if lengths != self.lengths or not same(registered, self.registered):
+        if not same(list(chain.from_iterable(map(_registries_of, self.dicts))), self.registries):
+            return False
+        if list(map(len, self.registries)) != self.lengths or not same(self._registered(), self.registered):
             return False
         return self._memory() == (self.addresses, self.sizes)
 
