@@ -32,7 +32,7 @@ def commit() -> str:
 
 def command() -> str:
     """The command line of this process, as a user would type it."""
-    program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).parents[3]
+    program, checkout = Path(sys.argv[0]).resolve(), Path(__file__).parents[4]
     script = program.suffix == ".py" and program.is_relative_to(checkout)
     name = program.relative_to(checkout).as_posix() if script else program.name
     words = ["kalmannorm"] if program.stem in ("kalmannorm", "__main__") else ["python", name]
