@@ -143,15 +143,14 @@ def of_training(run: Run) -> tuple[nn.Module, Tensor]:
 
 
 def one_group(run: Run) -> Record:
-    """A typical group and channel: both errors of σ are as close as possible to the layer's root mean squares."""
+    """A group whose σ is too large by the layer's typical error, in a channel whose prior has its typical error."""
     model, images = of_training(run)
     name, sight = list(sights(model, images).items())[SHOWN_LAYER - 1]
     assert sight.prior is not None
     truth = pooled(sight.observation)
-    distance = torch.zeros_like(sight.observation.var, dtype=torch.float64)
-    for moments in (sight.observation, sight.posterior):
-        error = relative(moments, truth).abs()
-        distance += (error / error.square().mean().sqrt()).log().square()
+    observed, prior = relative(sight.observation, truth), relative(sight.prior, truth)
+    distance = sum((error.abs() / error.square().mean().sqrt()).log().square() for error in (observed, prior))
+    distance = torch.where(observed > 0, distance, torch.inf)
     group, channel = divmod(int(distance.argmin()), distance.shape[1])
 
     def chosen(moments: Moments) -> list[float]:
@@ -203,7 +202,7 @@ def measure_sizes() -> None:
     for run in runs:
         of.setdefault((run.recipe.method, run.recipe.statistics_batch), []).append(run)
     rows = [row for own in of.values() for row in sigma_rows(own)]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = list(max(rows, key=len))  # a row with a prior has all
     with (RECORDS / "sigma.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
