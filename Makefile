@@ -17,7 +17,7 @@ help:
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
 	@echo "make families  check the wiring of every timm family and torchvision classifier (long on a CPU)"
-	@echo "make figures  redraw the README's picture from its records"
+	@echo "make figures  redraw the pictures of README and site from their records"
 	@echo "make docs     build the documentation site into build/site; a warning is an error"
 	@echo "make dist     build the wheel and the source archive into dist"
 	@echo "make install  only create .venv, pinned, with all extras"

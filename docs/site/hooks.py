@@ -1,11 +1,14 @@
 """What `mkdocs build` does beyond its configuration.
 
 Pages link to files outside of `docs/`: examples, records, the changelog. On GitHub such links work as they are. In the
-site every linked file becomes a page or a download. The reference of the command is written from its own help.
+site every linked file becomes a page or a download. The notebook becomes a page with its saved outputs. The reference
+of the command is written from its own help.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -17,13 +20,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+NOTEBOOKS = {"examples/digits.ipynb": "notebook.md"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def site_path(path: str) -> str | None:
     """Where the site has a file of the repository. None if it is in `docs/`, and so at its own place."""
-    if path in PAGES:
-        return PAGES[path]
+    if path in PAGES | NOTEBOOKS:
+        return (PAGES | NOTEBOOKS)[path]
     if path.startswith("docs/"):
         return None
     return f"files/{path}.md" if path.endswith(".py") else f"files/{path}"
@@ -53,6 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = rewritten((ROOT / source).read_text(encoding="utf-8"), ".", target)
             files.append(File.generated(config, target, content=text))
     files.append(File.generated(config, "cli.md", content=command_reference()))
+    for source, target in NOTEBOOKS.items():
+        files.append(File.generated(config, target, content=notebook_page(source, target)))
     sources = {page.abs_src_path: "docs" for page in files.documentation_pages() if page.abs_src_path}
     sources |= {str(ROOT / source): "." for source in PAGES}
     wanted = {
@@ -60,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path in sorted(wanted):
         target = site_path(path)
-        if target is None or target in PAGES.values():
+        if target is None or target in (PAGES | NOTEBOOKS).values():
             continue
         if path.endswith(".py"):
             code = (ROOT / path).read_text(encoding="utf-8")
@@ -73,6 +79,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     return markdown if page.file.generated_by else rewritten(markdown, "docs", page.file.src_uri)
+
+
+def notebook_page(source: str, target: str) -> str:
+    """A notebook as Markdown: its texts, its code, and the outputs that are saved in it."""
+    parts = []
+    for cell in json.loads((ROOT / source).read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(rewritten(text, posixpath.dirname(source), target))
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/png" in data:
+                parts.append(
+                    f'<img alt="output of the cell above" src="data:image/png;base64,{data["image/png"].strip()}">'
+                )
+            else:
+                parts.append(f'<pre class="output">{html.escape("".join(data["text/plain"]).rstrip())}</pre>')
+    return "\n\n".join(parts) + "\n"
 
 
 def command_reference() -> str:

@@ -49,9 +49,8 @@ def test_how_close_fused_numbers_stay():
 def test_what_the_readme_says_of_cifar():
     """Above batch norm by example, beyond the spread of seeds; below it by population, within the spread."""
     bkn, bn = (scores(*line, "population") for line in (("BKN weights", 2), ("BN", 128)))
-    assert f"is {statistics.mean(bn) - statistics.mean(bkn):.1f} points lower than that of batch norm" in text(
-        "README.md"
-    )
+    told = f"is {statistics.mean(bn) - statistics.mean(bkn):.1f} points lower than that of batch norm"
+    assert all(told in text(name) for name in ("README.md", "docs/results.md"))
     assert stats.ttest_ind(bn, bkn, equal_var=False).pvalue > 0.05
     for mode in ("population", "batch", "example"):
         other = scores("BN", 128, mode)
@@ -70,13 +69,104 @@ def test_shares_of_parameters_widths_and_chains():
         assert row["above"] == 0
 
 
-@pytest.mark.parametrize("net", ["resnet101", "bn-inception"])
-def test_the_speed_table_of_the_readme(net):
-    rows = measured.read(measured.RECORDS / f"steps-{net}-h200.csv")
-    ratio = {(row["way"], row["setting"]): row["ratio"] for row in rows if row["method"] == "bkn"}
-    columns = [ratio[way, setting] for setting in ("(32, 2)", "(32, 32)") for way in ("", "fused")]
-    label = {"resnet101": "ResNet-101", "bn-inception": "BN-Inception"}[net]
-    assert f"| {label} | " + " | ".join(f"{float(value):.2f}" for value in columns) + " |" in text("README.md")
+def ratios(record: str, **wanted: str) -> dict[str, str]:
+    """Of a record of steps: time / BatchNorm by method, for the rows with these values."""
+    rows = measured.read(measured.RECORDS / record)
+    rows = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return {" ".join(filter(None, (row["method"], row.get("way", "")))): f"{float(row['ratio']):.2f}" for row in rows}
+
+
+@pytest.mark.parametrize("way", ["eager", "make_graphed_callables"])
+def test_the_speed_on_a_gpu(way):
+    found = ratios("graphed-resnet101-h200.csv", way=way, m="2", shape="32x3x224x224")
+    bkn, fused = found[f"bkn {way}"], found[f"bkn fused {way}"]
+    row = {"eager": "eager loop (ResNet-101,", "make_graphed_callables": "CUDA graphs of torch,"}[way]
+    assert re.search(rf"\| {re.escape(row)}[^|]*\| {bkn} \| {fused} \|", text("README.md"))
+    assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
+    if way == "eager":
+        told = f"{bkn} times as long as with BatchNorm, and {fused} times after `fuse`"
+        assert told in text("docs/should-i-use-it.md")
+
+
+def test_the_speed_of_graphed():
+    found = ratios("graphed-resnet101-h200.csv", way="kalmannorm.graphed")
+    bkn, fused = found["bkn kalmannorm.graphed"], found["bkn fused kalmannorm.graphed"]
+    assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
+
+
+def test_the_speed_on_a_cpu():
+    found = ratios("steps-cifar-inception-nhwc-cpu.csv")
+    row = rf"\| two CPU cores, x86 [^|]*\| {found['bkn']} \| {found['bkn fused']} \|"
+    assert re.search(row, text("README.md"))
+    assert re.search(row, text("docs/performance.md").split("## Fusing")[0])
+
+
+def test_the_speed_of_compiled_steps():
+    rows = measured.read(measured.RECORDS / "steps-resnet18-h200.csv")
+    ms = {" ".join(filter(None, (row["method"], row["way"]))): float(row["compiled_ms"]) for row in rows}
+    bkn, fused = (f"{ms[name] / ms['nn.BatchNorm']:.2f}" for name in ("bkn", "bkn fused"))
+    assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
+
+
+def test_the_memory_that_the_readme_names():
+    rows = measured.read(measured.RECORDS / "steps-resnet101-h200.csv")
+    peaks = [float(row["peak_ratio"]) for row in rows if row["method"] == "bkn" and row["setting"] == "(32, 2)"]
+    assert {f"{peak:.2f}" for peak in peaks} == {"1.01"}
+    assert "its peak memory is 1.01 times that of batch norm" in text("README.md")
+
+
+def trials(form: str, m: int, *, phase: bool, rounds: tuple[str, ...]) -> set[str]:
+    """Held-out accuracies of Tiny-ImageNet at the trials' usual weight decay, as texts."""
+    found = set()
+    for name in rounds:
+        lines = (ROOT / "trials" / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        for row in map(json.loads, lines):
+            kind = row["form"]
+            if (row["cell"], kind["kind"], kind["m"], kind["closing"]) == ("tiny100", form, m, phase):
+                found.add(f"{row['held_out']['population']:.1f}")
+    return found
+
+
+def test_what_readme_and_results_say_of_the_trials():
+    readme, results = text("README.md"), text("docs/results.md")
+    batch = trials("batch", 128, phase=False, rounds=("first",))
+    kalman = trials("kalman", 2, phase=False, rounds=("first",))
+    assert batch == {"59.8"} and kalman == {"55.2"}
+    assert "59.5" in trials("kalman", 2, phase=True, rounds=("sixth",))
+    assert "batch norm at 128 reached 59.8 %. BKN at m = 2 reached 55.2 %, and 59.5 % with a closing phase" in readme
+    assert f"{59.84 - 55.2:.1f} points less accurate" in text("docs/should-i-use-it.md")
+    rows = dict(re.findall(r"\| ([^|]+) \| ([\d.; ]+) \|", results.split("## Tiny-ImageNet")[1]))
+    for label, form, m, phase in (
+        ("batch norm at 128", "batch", 128, False),
+        ("batch norm on groups of 4", "ghost", 4, False),
+        ("BKN, m = 2", "kalman", 2, False),
+        ("BKN, m = 2, closing phase", "kalman", 2, True),
+        ("BKN, m = 1, closing phase", "kalman", 1, True),
+        ("batch norm on groups of 2, closing phase", "ghost", 2, True),
+        ("batch norm on groups of 4, closing phase", "ghost", 4, True),
+    ):
+        known = trials(form, m, phase=phase, rounds=("first", "second", "fourth", "fifth", "sixth"))
+        assert set(rows[label].split("; ")) <= known, label
+
+
+def test_how_right_and_how_steady_sigma_is():
+    """What the page says about the figure is what the record says."""
+    rows = measured.read(ROOT / "docs" / "figures" / "records" / "sigma.csv")
+    page = text("docs/how-it-works.md")
+    own = [row for row in rows if row["layer"] != "1"]
+    biases = [-float(row["prior_bias"]) for row in own if row["method"] == "BKN weights"]
+    assert f"too small, by {100 * min(biases):.0f} to {100 * max(biases):.0f} % in the layers" in page
+
+    def over_layers(method: str, m: str, figure: str) -> float:
+        squares = [float(r[figure]) ** 2 for r in own if (r["method"], r["statistics_batch"]) == (method, m)]
+        return float(statistics.fmean(squares) ** 0.5)
+
+    told = [f"by {100 * over_layers(method, '2', 'spread'):.0f} % with" for method in ("BN", "BKN weights")]
+    assert f"it varies {told[0]} batch norm, and {told[1]} BKN" in page
+    for m in {row["statistics_batch"] for row in own}:
+        errors = [over_layers(method, m, "rms") for method in ("BN", "BKN weights")]
+        spreads = [over_layers(method, m, "spread") for method in ("BN", "BKN weights")]
+        assert errors[0] < errors[1] and spreads[0] > spreads[1], "farther at every m, and steadier"
 
 
 def test_an_epoch_of_cifar_takes_as_long_as_recorded():

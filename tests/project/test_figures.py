@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,40 @@ def test_bkn_is_judged_by_its_posterior(images):
     found = measure.errors(second)
     assert found["rms"] != found["observed_rms"]
     assert found["prior_spread"] == 0  # one prior for all groups
+
+
+@pytest.fixture(scope="module")
+def draw():
+    sys.path.insert(0, str(FIGURES))  # as when the script runs
+    yield script("draw")
+    sys.path.remove(str(FIGURES))
+
+
+def test_every_figure_is_drawn_from_its_records(draw):
+    """A figure names the digest of its records. If this fails, run make figures."""
+    drawn = {path.name for path in FIGURES.glob("*.svg")}
+    assert drawn == {f"{name}-{theme}.svg" for name in draw.PICTURES for theme in ("light", "dark")}
+    for name, picture in draw.PICTURES.items():
+        for theme in ("light", "dark"):
+            text = (FIGURES / f"{name}-{theme}.svg").read_text(encoding="utf-8")
+            assert re.search(r"records (\w+)", text)[1] == draw.digest(picture.RECORDS), name
+
+
+def test_the_script_draws_into_a_folder(draw, tmp_path):
+    draw.main(tmp_path, ("sigma", "decision"))
+    assert len(list(tmp_path.glob("*.svg"))) == 4
+
+
+@pytest.mark.parametrize(("sizes", "line"), [((1, 2), "None"), ((1, 2, 4), "-")])
+def test_accuracy_takes_records_of_other_sizes(draw, sizes, line):
+    """Two sizes say nothing about those between, so there is no line. Three give one."""
+    rows = [
+        {"method": "BKN weights", "statistics_batch": m, "seed": seed, "accuracy": {"population": 90.0 + m + seed}}
+        for m in sizes
+        for seed in (0, 1)
+    ]
+    accuracy, look = sys.modules["accuracy"], sys.modules["look"]
+    axes = look.canvas(look.LIGHT, 4, 3).add_axes((0, 0, 1, 1))
+    accuracy.panel(axes, look.LIGHT, accuracy.Data("new", (), 80, "GN"), rows, "population")
+    shown = {curve.get_linestyle(): list(curve.get_ydata()) for curve in axes.lines if len(curve.get_ydata())}
+    assert shown[line] == [90.5 + m for m in sizes]
