@@ -2,6 +2,7 @@
 
 from kalmannorm import functional, moments
 from kalmannorm._model.accumulate import accumulate_statistics
+from kalmannorm._model.calibration import calibrate_priors
 from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.convert import convert, rewire, to_batchnorm, wiring
 from kalmannorm._model.deploy import fold, freeze_priors
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "accumulate_statistics",
     "batch_kalman_norm",
+    "calibrate_priors",
     "check_statistics",
     "convert",
     "finish_on_population",

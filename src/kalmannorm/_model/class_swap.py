@@ -57,7 +57,8 @@ def _held(module: nn.Module) -> set[str]:
 def _library_names() -> set[str]:
     """Names of the attributes that norms of this library have."""
     examples = (kalman.BatchKalmanNorm1d(1, 1), baselines.BatchRenorm1d(1))
-    return {"then", "converted_from", "input_dims", "_arrived", "_pending"}.union(*map(_held, examples))
+    added = {"then", "converted_from", "input_dims", "_arrived", "_pending", "calibrated", "prior_scale", "prior_shift"}
+    return added.union(*map(_held, examples))
 
 
 def swap_class(module: nn.Module, fresh: nn.Module) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from kalmannorm._model.calibration import calibrate as calibrate_norms
+from kalmannorm._model.calibration import has_trained_statistics
 from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.norm_layer import KalmanNorm
@@ -61,6 +63,7 @@ def convert(
     transition: Literal["weights", "learned"] = "weights",
     inplace: bool = False,
     more_examples: Sequence[Any] = (),
+    calibrate: bool | None = None,
     **options: Any,
 ) -> nn.Module:
     """Replace every batch norm of a model and return the converted model. Its class stays the same.
@@ -88,12 +91,19 @@ def convert(
         more_examples: inputs that take other paths through the model, as in a mixture of experts. Each is an example
             as `example_input` is. A norm with several paths uses the prior of the one that ran. If none of them ran,
             it uses the observation alone, with one warning.
+        calibrate: scale and shift the priors of `weights` so that they meet the running statistics of now, by two
+            constants per channel. None: in norms whose statistics were trained. See `calibrate_priors`.
         **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain` (0.5 at the
             start for weights, 0.9 for learned), `per_channel_gain`, `rank` and `covariance` (learned),
             `total_variance`, `observation_momentum`; for group `num_groups`; for renorm its schedule. `momentum` and
             `process_group` default to those of each norm.
     """
     _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
+    if calibrate and (to != "kalman" or transition != "weights"):
+        raise ValueError(
+            f"calibrate must be None or False for to={to!r}, transition={transition!r}: it calibrates the "
+            "priors of to='kalman', transition='weights'"
+        )
     if to == "batch":
         return to_batchnorm(model, inplace=inplace)
     _check_convertible(model)
@@ -124,6 +134,9 @@ def convert(
             swap_class(module, fresh[name])
         if plan is not None:
             _connect(model, plan)
+            if calibrate is not False:
+                norms = [model.get_submodule(name) for name in found]
+                calibrate_norms([norm for norm in norms if calibrate or has_trained_statistics(norm)])  # type: ignore[misc]
             watch_weight_decay()
             watch_replacements()
     return model
@@ -178,6 +191,10 @@ def rewire(model: nn.Module, example_input: Any, *, more_examples: Sequence[Any]
         norm.settle(any(path.target is not None for path in paths))
         vars(norm)["_layer_name"] = LayerName.of(f"layer {name!r}")
     _connect(model, plan)
+    for norm in norms.values():
+        if norm.calibrated and norm.wire is not None:
+            norm.wire.calibrate()
+    calibrate_norms([norm for norm in waiting.values() if has_trained_statistics(norm)])
     watch_weight_decay()
     watch_replacements()
     return wiring(model)

@@ -1,8 +1,9 @@
 """Fill in missing keys when a checkpoint of another norm is loaded, so that it loads with `strict=True`.
 
 A BatchNorm checkpoint has no observed statistics. They start from its running statistics. A checkpoint of a Kalman
-norm without a prior has no filter. The filter then keeps its initial values. If only a part of the statistics or of the
-filter is missing, the checkpoint is corrupted. Nothing is filled in, and torch raises.
+norm without a prior has no filter. The filter then keeps its initial values. So do the constants of a calibrated prior
+and the state of a closing phase. A Kalman checkpoint without these constants was not calibrated. If only a part of the
+statistics or of the filter is missing, the checkpoint is corrupted. Nothing is filled in, and torch raises.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 BATCHNORM = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 SOURCES = {"observed_mean": "running_mean", "observed_var": "running_var"}
+CONSTANTS = {"prior_scale": 1.0, "prior_shift": 0.0}
+"""The constants of a calibrated prior, and their values for a prior that is not calibrated."""
+CLOSING = {"closing.strength", "closing.averages"}
 MANY = 1 << 40
 
 
@@ -21,7 +25,9 @@ def fill_from_batchnorm(norm: _NormBase, state_dict: dict[str, Any], prefix: str
     """Add the keys that `norm` has and the saved norm did not have to `state_dict`, in place."""
     if not any(prefix + name in state_dict for name in BATCHNORM):
         return
-    statistics = {name for name, _ in norm.named_buffers() if name not in BATCHNORM}
+    buffers = {name: buffer for name, buffer in norm.named_buffers() if name not in BATCHNORM}
+    kept = buffers.keys() & (CLOSING | CONSTANTS.keys())
+    statistics = {name for name in buffers.keys() - kept if "." not in name}
     learned = {name: parameter.detach() for name, parameter in norm.named_parameters() if name not in BATCHNORM}
     running = [state_dict[prefix + name] for name in SOURCES.values() if prefix + name in state_dict]
     if len(running) == 2 and not any(prefix + name in state_dict for name in statistics):
@@ -34,6 +40,9 @@ def fill_from_batchnorm(norm: _NormBase, state_dict: dict[str, Any], prefix: str
             else:
                 fill = state_dict[prefix + SOURCES[name]].clone()
             state_dict[prefix + name] = fill
+        state_dict.update({prefix + name: buffers[name].clone() for name in kept if not buffers[name].is_meta})
+    elif prefix + "gain_logit" in state_dict and not any(prefix + name in state_dict for name in CONSTANTS):
+        state_dict.update({prefix + n: torch.full_like(buffers[n], CONSTANTS[n]) for n in kept & CONSTANTS.keys()})
     if not any(prefix + name in state_dict for name in learned):
         # Parameters on the meta device have no initial values. Their keys stay missing and are reported.
         state_dict.update({prefix + name: t.clone() for name, t in learned.items() if not t.is_meta})

@@ -42,6 +42,10 @@ _STEPS = {
 }  # fmt: skip
 
 
+SCALES = 1e-2, 1e2
+"""Limits of `prior_scale`. A channel beyond them has almost no variance, in the prior or in the data."""
+
+
 class BatchKalmanNorm(GroupedNorm):
     """Batch norm with a prior from the layer before. The posterior combines prior and observation, and normalizes x.
 
@@ -85,6 +89,11 @@ class BatchKalmanNorm(GroupedNorm):
         eps, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`. Buffers and filter parameters
             stay float32 (float64 for float64), even with another `dtype` or after `.half()`.
     """
+
+    calibrated: bool = False
+    """Whether the prior is scaled by `prior_scale`, (C, 1, 1), and shifted by `prior_shift`, (C,)."""
+    prior_scale: Tensor
+    prior_shift: Tensor
 
     def __init__(
         self,
@@ -171,6 +180,25 @@ class BatchKalmanNorm(GroupedNorm):
                 self.num_features, prior_features, rank=rank and int(rank), noise=noise, device=device, dtype=dtype
             )
 
+    def add_calibration(self) -> None:
+        """Add the constants that scale and shift the prior of a converted norm, with 1 and 0."""
+        if not self.calibrated:
+            assert self.gain_logit is not None
+            like = self.gain_logit.detach()
+            self.register_buffer("prior_scale", like.new_ones(self.num_features, 1, 1))
+            self.register_buffer("prior_shift", like.new_zeros(self.num_features))
+            self.calibrated = True
+            if self.wire is not None:
+                self.wire.calibrate()
+
+    @torch.no_grad()
+    def calibrate(self, prior: Moments) -> None:
+        """Set the constants so that this prior, (1, C), becomes the running statistics."""
+        assert self.running_mean is not None and self.running_var is not None
+        scale = ((self.running_var + self.eps) / (prior.var[0] + self.eps)).sqrt().clamp(*SCALES)
+        self.prior_scale.copy_(scale.view_as(self.prior_scale))
+        self.prior_shift.copy_(self.running_mean - scale * prior.mean[0])
+
     def _check_options(
         self,
         prior_features: int | None,
@@ -230,6 +258,9 @@ class BatchKalmanNorm(GroupedNorm):
         transition = self._modules.get("transition")
         if isinstance(transition, LearnedTransition):
             transition.reset_parameters()
+        if self.calibrated:
+            nn.init.ones_(self.prior_scale)
+            nn.init.zeros_(self.prior_shift)
 
     def _reset_gain(self) -> None:
         if self.gain_logit is not None:
@@ -264,6 +295,8 @@ class BatchKalmanNorm(GroupedNorm):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         give_dimension(state_dict, prefix + "gain_logit")
+        if prefix + "prior_scale" in state_dict and self.wire is not None and self.gain_logit is not None:
+            self.add_calibration()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -437,6 +470,7 @@ class BatchKalmanNorm(GroupedNorm):
 
     def _float32_tensors(self) -> list[Tensor | None]:
         own = [*super()._float32_tensors(), self.gain_logit]
+        own += [self.prior_scale, self.prior_shift] if self.calibrated else []
         return own if self.transition is None else [*own, *self.transition.parameters()]
 
     def _repr_parts(self) -> list[str]:

@@ -303,6 +303,19 @@ class Relay:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             return self.program.evaluate(target, Context(x.device, dtype, {}, x.shape[0]), {})
 
+    def calibrated(self, first: int, paths: tuple[tuple[Path, ...], ...]) -> tuple[tuple[Path, ...], ...]:
+        """The paths of a norm, by its first call, with calibrated priors. The plan changes too."""
+        norm = next(norm for norm in self.plan.norms.values() if norm.calls and norm.calls[0].identity == first)
+        norm.module.hold()  # the norm got other tensors after it was traced
+        steps: dict[int, int | None] = {}
+        for path in (path for call in norm.calls for path in (call, *call.others)):
+            if path.target is not None:
+                path.target = self.program.calibrated(path.target, norm.module)
+            steps[path.identity] = path.target
+        self.bundles.clear()
+        self.compiled_for.clear()
+        return tuple(tuple(path._replace(target=steps[path.call]) for path in each) for each in paths)
+
     def _bundles_of_part(self) -> PriorBundles:
         """The bundles of the running model, or of the part that runs."""
         part = self.state.part
@@ -494,6 +507,10 @@ class Wire(Complete):
             paths = list(self.paths)
             paths[which] = tuple(path._replace(needs=path.needs - norms) for path in paths[which])
             self.paths = tuple(paths)
+
+    def calibrate(self) -> None:
+        """From now on, scale and shift every prior of the norm by the norm's constants."""
+        self.paths = self.relay.calibrated(self.calls[0], self.paths)
 
     def begin(self) -> int:
         """Called once per forward of the norm. Returns the index of this call."""

@@ -311,6 +311,15 @@ class Program(Complete):
     def constant(self, tensor: Tensor) -> int:
         return self.add(Constant((), tensor))
 
+    def calibrated(self, target: int, norm: WeakModule) -> int:
+        """Add a step that scales and shifts the prior of a norm by the norm's constants, one of each per channel.
+
+        A depthwise convolution does this, and bundles know convolutions.
+        """
+        scale, shift = (self.add(Parameter((), norm, name)) for name in ("prior_scale", "prior_shift"))
+        channels = len(norm.tensor("prior_shift"))
+        return self.add(Apply((target, scale, shift), algebra.convolution, {"groups": channels}))
+
     def evaluate(self, target: int, context: Context, memo: dict[int, Any]) -> Moments:
         """The result of a step. `memo` keeps the results of all steps for the norms that run later."""
         if target not in memo:

@@ -81,8 +81,8 @@ class WeakModule:
         )
 
     def parameter(self, name: str) -> Any:
-        """A parameter stored in the module. None if there is none of that name, or if it is computed."""
-        return self._tensors[0].get(name) if self._tensors else None
+        """A parameter or buffer stored in the module. None if there is none of that name, or if it is computed."""
+        return next((held[name] for held in self._tensors if name in held), None)
 
     def identity(self) -> int:
         """A number for the module. It stays valid after the module is deleted."""
