@@ -95,6 +95,6 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 def _told(text: str, status: int) -> int:
     """Print the line, on rank 0 only."""
-    if text and os.environ.get("RANK", "0") == "0":
+    if text and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"kalmannorm: {text}", file=sys.stderr)
     return status

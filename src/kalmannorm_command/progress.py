@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kalmannorm.lab.errors import first_rank
 from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.recipes.recipe import Recipe
 from kalmannorm.lab.words.naming import row_name
@@ -22,7 +23,7 @@ class Bar:
     """Shows the events of `train`: a live bar on a terminal, one line per evaluation elsewhere, nothing if `quiet`."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
-        self.quiet = quiet or os.environ.get("RANK", "0") != "0"
+        self.quiet = quiet or not first_rank()
         self.console = Console(stderr=True)
         self.live = not self.quiet and self.console.is_terminal
         self.progress = Progress(
@@ -76,7 +77,7 @@ def crowded() -> str | None:
 
 def result_table(recipe: Recipe, result: Record, folder: Path) -> None:
     """Print the result on stdout, on rank 0 only."""
-    if os.environ.get("RANK", "0") != "0":
+    if not first_rank():
         return
     console = Console(file=sys.stdout)
     table = Table()

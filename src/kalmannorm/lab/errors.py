@@ -51,9 +51,14 @@ class Interrupted(LabError):  # noqa: N818 - it is no error
     status = 130
 
 
+def first_rank() -> bool:
+    """Whether this process prints: it is rank 0 of torchrun or srun, or has no launcher."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def tell(text: str) -> None:
     """Print one line on stderr, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if first_rank():
         print(f"kalmannorm: {text}", file=sys.stderr)
 
 

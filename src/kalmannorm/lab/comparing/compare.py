@@ -24,6 +24,7 @@ from kalmannorm.lab.comparing.worker import Task, Watch
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.files.records import Record, Run, usable
 from kalmannorm.lab.machine.origin import command
+from kalmannorm.lab.machine.ranks import by_slurm
 from kalmannorm.lab.recipes import fitting
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.words.wording import counted, listed
@@ -70,8 +71,8 @@ def run_cells(
     analysed after training. Raises `FailedCellsError` after the last cell if some failed, and `Interrupted` after
     Ctrl-C, when every worker has saved.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise LabError("many runs share the GPUs without torchrun: start the command without torchrun")
+    if "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
+        raise LabError("many runs share the GPUs without torchrun and srun: start the command once, without them")
     cells, execution = table.checked(cells), execution.checked()
     for _, recipe in cells:
         fitting.checked(recipe, execution)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.machine.devices import resolve
+from kalmannorm.lab.machine.ranks import ranks as launched_ranks
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 
 
 def checked(recipe: Recipe, execution: Execution) -> tuple[torch.device, int]:
     """Return the device and the number of ranks, or raise if this recipe cannot run on them."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    ranks = launched_ranks().world
     if recipe.gradient_batch % ranks or (recipe.gradient_batch // ranks) % recipe.statistics_batch:
         raise LabError(
             f"setting {recipe.setting} does not split over {ranks} ranks: each needs whole groups of "

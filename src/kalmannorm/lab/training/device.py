@@ -1,8 +1,8 @@
 """Device, ranks and precision of a run, from Lightning Fabric.
 
-Fabric provides ranks and DDP under `torchrun`, autocast, and the gradient scaler for float16. We use nothing else of
-it, so the loop in `train.py` reads like plain PyTorch. Accelerate keeps global state per process. Fabric does not, so a
-comparison can build one Fabric per run, each with its own precision.
+Fabric provides ranks and DDP under torchrun and srun, autocast, and the gradient scaler for float16. We use nothing
+else of it, so the loop in `train.py` reads like plain PyTorch. Accelerate keeps global state per process. Fabric does
+not, so a comparison can build one Fabric per run, each with its own precision.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from kalmannorm.lab.machine.ranks import by_slurm, ranks
 from kalmannorm.lab.recipes.fitting import checked
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
-from kalmannorm.lab.training.fabric import DDPStrategy, Fabric
-from kalmannorm.lab.training.meeting import meet
+from kalmannorm.lab.training.fabric import DDPStrategy, Fabric, LightningEnvironment
+from kalmannorm.lab.training.meeting import meet, slurm
 
 # For float64 the model and the data are float64. Fabric's own double precision would round the logits.
 _PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "float64": "32-true"}
@@ -28,21 +29,27 @@ _PRECISION = {"float32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "f
 
 def launched(recipe: Recipe, execution: Execution) -> Fabric:
     """Fabric on the device of this process, which may be one of several ranks."""
-    device, ranks = checked(recipe, execution)
+    device, count = checked(recipe, execution)
     precision: Any = _PRECISION[recipe.precision]
-    if ranks > 1:
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if count > 1:
+        here = ranks().here
         # `accumulate_statistics` keeps buffers equal on all ranks, so DDP need not broadcast them before each forward.
         strategy = DDPStrategy(broadcast_buffers=False)
         if not distributed.is_initialized():  # a group that exists already is destroyed by its creator
             atexit.register(_leave_group)
             meet(device.type)
         fabric = Fabric(
-            accelerator=device.type, strategy=strategy, devices=here, num_nodes=ranks // here, precision=precision
+            accelerator=device.type,
+            strategy=strategy,
+            devices=here,
+            num_nodes=count // here,
+            precision=precision,
+            plugins=slurm() if by_slurm() else None,
         )
     else:
         devices = 1 if device.index is None else [device.index]
-        fabric = Fabric(accelerator=device.type, devices=devices, precision=precision)
+        # Alone, also in a Slurm job: its variables may describe tasks that were not started.
+        fabric = Fabric(accelerator=device.type, devices=devices, precision=precision, plugins=LightningEnvironment())
     fabric.launch()
     return fabric
 

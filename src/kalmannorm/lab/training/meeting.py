@@ -1,4 +1,4 @@
-"""Initializes the process group under torchrun, also after torchrun has restarted the ranks.
+"""Initializes the process group under torchrun or srun, also after torchrun has restarted the ranks.
 
 torchrun uses one store for all starts of its ranks. The store keeps the entries of earlier starts. A new rank that
 reads the address of an old rank fails to connect (pytorch issue 135712). torchrun's restart count does not identify a
@@ -7,7 +7,6 @@ start, because it may differ between nodes. So the ranks agree on a new name for
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from kalmannorm.lab.errors import LabError
+from kalmannorm.lab.machine.ranks import by_slurm, ranks
+from kalmannorm.lab.training.fabric import SLURMEnvironment
 
 _PAUSE = 0.02
 """Seconds between two looks into the store."""
@@ -28,16 +29,28 @@ _PAUSE = 0.02
 
 def meet(device_type: str) -> None:
     """Initialize the process group of all ranks for this type of device."""
-    store, rank, ranks = next(rendezvous("env://"))
+    own, url = ranks(), "env://"
+    if by_slurm():
+        place = slurm()
+        url = f"tcp://{place.main_address}:{place.main_port}?rank={own.rank}&world_size={own.world}"
+    store, rank, count = next(rendezvous(url))
     cuda = device_type == "cuda"
     distributed.init_process_group(
         "nccl" if cuda else "gloo",
-        store=of_this_start(store, rank, ranks),
+        store=of_this_start(store, rank, count),
         rank=rank,
-        world_size=ranks,
+        world_size=count,
         timeout=default_pg_timeout,  # longer than NCCL's default: all ranks wait while rank 0 saves
-        device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else None,
+        device_id=torch.device("cuda", own.local) if cuda else None,
     )
+
+
+def slurm() -> SLURMEnvironment:
+    """Slurm's variables as Fabric reads them: the address is the first node, and the port follows from the job."""
+    try:
+        return SLURMEnvironment()
+    except RuntimeError:
+        raise LabError("Slurm does not say how many ranks a node has: give --ntasks-per-node to sbatch") from None
 
 
 def of_this_start(store: Store, rank: int, ranks: int) -> Store:
