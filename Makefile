@@ -30,7 +30,7 @@ $(LAB): pyproject.toml constraints.txt
 	@touch $@
 
 $(INSTALLED): $(LAB)
-	$(PIP) --editable '.[lab,test,docs,release]'
+	$(PIP) --editable '.[lab,cluster,test,docs,release]'
 	@touch $@
 
 demo: $(LAB)

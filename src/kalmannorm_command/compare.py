@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm_command.options import OWN, execution_options, recipe_options
+from kalmannorm_command.options import CLUSTER, OWN, execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.comparing.cells import Cell
@@ -43,6 +43,7 @@ def compare(
             "--jobs", "-j", min=1, help="Runs in parallel. [default: one per GPU, or one per core without GPUs]"
         ),
     ] = None,
+    cluster: CLUSTER = None,
     analyse: Annotated[
         bool, typer.Option("--analyse/--no-analyse", help="Also analyse the norms of the runs with seed 0.")
     ] = False,
@@ -78,7 +79,7 @@ def compare(
     cells = grid(recipe, names, chosen, first_seeds(seeds), changes)
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
     analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]
-    run_and_show(cells, folder, execution, jobs=jobs, analyse=analysed, as_json=as_json)
+    run_and_show(cells, folder, execution, jobs=jobs, cluster=cluster, analyse=analysed, as_json=as_json)
 
 
 def _names(text: str) -> list[str]:
@@ -91,14 +92,21 @@ def _names(text: str) -> list[str]:
 
 
 def run_and_show(
-    cells: list[Cell], folder: Path, execution: Execution, *, jobs: int | None, analyse: list[str], as_json: bool
+    cells: list[Cell],
+    folder: Path,
+    execution: Execution,
+    *,
+    jobs: int | None,
+    cluster: str | None = None,
+    analyse: list[str],
+    as_json: bool,
 ) -> None:
     """Run the cells, then print a table and sentences, and write the report. Failed cells are named last."""
     from kalmannorm.lab.comparing.compare import FailedCellsError, run_cells
 
     failed: FailedCellsError | None = None
     try:
-        runs = run_cells(cells, folder, execution, jobs=jobs, analyse=analyse, quiet=as_json)
+        runs = run_cells(cells, folder, execution, jobs=jobs, cluster=cluster, analyse=analyse, quiet=as_json)
     except FailedCellsError as error:
         runs, failed = error.runs, error
     if runs or as_json:

@@ -28,6 +28,16 @@ THREADS = "CPU threads. 1 is often fastest for a small net, above all on a share
 THREADS_DEFAULT = "torch decides"
 
 
+CLUSTER = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Train the runs on the workers of a Dask cluster: the address of its scheduler, or its scheduler file. "
+        "[default: this machine]",
+    ),
+]
+
+
 class Shared(NamedTuple):
     """An option that sets the field `name` of a recipe or an execution. `default` is the text that the help shows."""
 

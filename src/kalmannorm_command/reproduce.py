@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kalmannorm_command.options import OWN, execution_options, recipe_options
+from kalmannorm_command.options import CLUSTER, OWN, execution_options, recipe_options
 
 if TYPE_CHECKING:
     from kalmannorm.lab.files.records import Record
@@ -57,6 +57,7 @@ def reproduce(
             "--jobs", "-j", min=1, help="Runs in parallel. [default: one per GPU, or one per core without GPUs]"
         ),
     ] = None,
+    cluster: CLUSTER = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the record, as JSON.")] = False,
     *,
     changes: dict[str, Any],
@@ -81,7 +82,9 @@ def reproduce(
 
     wanted = Wanted(dataset, model, budget, seeds, paper_only, changes)
     with _rounds(chosen.timed and not as_json) as watch:
-        done = run(chosen, wanted, out, execution, resume=resume, jobs=jobs, quiet=as_json, watch=watch)
+        done = run(
+            chosen, wanted, out, execution, resume=resume, jobs=jobs, cluster=cluster, quiet=as_json, watch=watch
+        )
     if as_json:
         typer.echo(json.dumps({"folder": str(done.folder), "report": str(done.page), **done.record}))
     else:

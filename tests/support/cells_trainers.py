@@ -77,3 +77,13 @@ def patient(recipe: Recipe, folder: Path, execution: Execution, *, resume: bool,
     time.sleep(0.5)
     write_json(folder / "saved.json", {"signals": len(signals)})
     raise Interrupted("saved")
+
+
+def counted(recipe: Recipe, folder: Path, execution: Execution, *, resume: bool, watch) -> dict:
+    """The real training. It leaves the process id of everyone who began it in the file `begun`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "begun").open("a") as file:
+        file.write(f"{os.getpid()} {os.getppid()}\n")
+    from kalmannorm.lab.training.train import train
+
+    return train(recipe, folder, execution, resume=resume, watch=watch)

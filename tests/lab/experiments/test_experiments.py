@@ -27,7 +27,7 @@ from support.wide import narrow
 EXECUTION = Execution(device="cpu", tensorboard=False)
 
 
-def in_process(cells, folder, execution, *, jobs=None, quiet=False, analyse=()):
+def in_process(cells, folder, execution, *, jobs=None, cluster=None, quiet=False, analyse=()):
     """Cells one after another, without worker processes: these take a moment each."""
     for name, recipe in cells:
         try:
@@ -268,7 +268,7 @@ def test_experiment(name, tmp_path):
 def told(curves: dict[str, list[tuple[int, float]]]):
     """A runner that writes logs and results with these accuracies, by (method, seed)."""
 
-    def runner(cells, folder, execution, *, jobs=None, quiet=False, analyse=()):
+    def runner(cells, folder, execution, *, jobs=None, cluster=None, quiet=False, analyse=()):
         for name, recipe in cells:
             points = curves[f"{recipe.method}-{recipe.seed}"]
             write_json(folder / name / "recipe.json", {"recipe": recipe.to_json()})

@@ -22,6 +22,7 @@ from kalmannorm_command.app import run
 from support import srun
 from support.lab_runs import ENVIRONMENT, losses, weights
 from support.saying import said
+from support.wide import wide
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "slurm_train.sh"
 WORDS = ["--setting", "64,2", "--epochs", "3", "--precision", "float64", "--learning-rate", "0.01"]
@@ -115,3 +116,20 @@ def test_mistakes_are_told(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
     with pytest.raises(LabError, match="give --ntasks-per-node to sbatch"):
         slurm()
+
+
+@wide
+def test_the_batch_script_of_a_comparison(cluster, tmp_path):
+    """The workers are tasks of srun. Their runs must not take this for ranks."""
+    folder = tmp_path / "runs"
+    words = ["bash", str(SCRIPT.with_name("slurm_compare.sh")), "--methods", "bn,bkn", "--setting", "64,2"]
+    words += ["--seeds", "1", "--epochs", "1", "--train-examples", "128", "--device", "cpu", "--threads", "1"]
+    dask = f"{cluster['PATH']}{os.pathsep}{Path(sys.executable).parent}"
+    own = cluster | {"PATH": dask, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [*words, "--out", str(folder)], env=own, capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("*/result.json"))) == 2
+    assert (folder / "report.html").is_file()
+    assert not list(tmp_path.glob("scheduler-*.json"))

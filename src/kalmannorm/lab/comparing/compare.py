@@ -1,4 +1,4 @@
-"""Many runs in worker processes. Finished runs are kept, and interrupted ones are resumed.
+"""Many runs in worker processes, here or on a cluster. Finished runs are kept, and interrupted ones are resumed.
 
 A cell that diverges has a result like any other. If a cell fails, the others continue, and it is named at the end.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ import torch
 from kalmannorm.lab import models
 from kalmannorm.lab.comparing import cells as table
 from kalmannorm.lab.comparing.cells import Cell
+from kalmannorm.lab.comparing.cluster import connected
 from kalmannorm.lab.comparing.live import say, screen
-from kalmannorm.lab.comparing.pool import Outcome, perform, seats
+from kalmannorm.lab.comparing.pool import Listener, Outcome, perform, seats
 from kalmannorm.lab.comparing.worker import Task, Watch
 from kalmannorm.lab.errors import DivergedError, Interrupted, LabError
 from kalmannorm.lab.files.records import Record, Run, usable
@@ -61,6 +62,7 @@ def run_cells(
     execution: Execution,
     *,
     jobs: int | None = None,
+    cluster: str | None = None,
     quiet: bool = False,
     analyse: Collection[str] = (),
     trainer: Trainer | None = None,
@@ -68,14 +70,18 @@ def run_cells(
     """Train every cell into `folder/NAME`, as many at a time as there are GPUs, or cores if there is no GPU.
 
     Finished cells are skipped, and unfinished ones continue from their checkpoint. The cells named in `analyse` are
-    analysed after training. Raises `FailedCellsError` after the last cell if some failed, and `Interrupted` after
-    Ctrl-C, when every worker has saved.
+    analysed after training. With `cluster`, the address of a Dask scheduler or its file, the workers of that cluster
+    train the cells. Raises `FailedCellsError` after the last cell if some failed, and `Interrupted` after Ctrl-C, when
+    every worker has saved.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
         raise LabError("many runs share the GPUs without torchrun and srun: start the command once, without them")
     cells, execution = table.checked(cells), execution.checked()
-    for _, recipe in cells:
-        fitting.checked(recipe, execution)
+    if cluster is None:  # else the workers check their own machine
+        for _, recipe in cells:
+            fitting.checked(recipe, execution)
+    elif jobs is not None:
+        raise LabError("--jobs is for one machine: leave it out, because the workers of --cluster share the runs")
     for model in sorted({recipe.model for _, recipe in cells}):
         models.check_known(model)
     usable(folder)
@@ -89,19 +95,40 @@ def run_cells(
         if not quiet:
             say(f"all {len(cells)} runs are already finished")
     else:
-        places = seats(execution.device, jobs, execution.threads)[: len(todo)]
-        tasks = [
-            Task(
-                name.replace("/", "_"),
-                functools.partial(_cell, recipe, folder / name, execution, name in analyse, trainer),
-            )
-            for name, recipe in todo
-        ]
-        with screen(cells, todo, folder, workers=len(places), quiet=quiet) as shown:
-            outcomes = perform(tasks, places, folder / "output", shown)
+        with _engine(cluster, jobs, execution, len(todo), quiet) as (workers, performed):
+            tasks = [
+                Task(
+                    name.replace("/", "_"),
+                    functools.partial(_cell, Path.cwd(), recipe, folder / name, execution, name in analyse, trainer),
+                )
+                for name, recipe in todo
+            ]
+            with screen(cells, todo, folder, workers=workers, quiet=quiet) as shown:
+                outcomes = performed(tasks, folder.absolute() / "output", shown)
         with contextlib.suppress(OSError):  # nothing was printed
             (folder / "output").rmdir()
     return _gathered(cells, folder, dict(zip((name for name, _ in todo), outcomes, strict=True)))
+
+
+Performer = Callable[[Sequence[Task], Path, Listener], list[Outcome]]
+
+
+@contextlib.contextmanager
+def _engine(
+    cluster: str | None, jobs: int | None, execution: Execution, most: int, quiet: bool
+) -> Iterator[tuple[int, Performer]]:
+    """How many tasks run at a time, and the function that runs them: here, or on the workers of a cluster."""
+    if cluster is None:
+        places = seats(execution.device, jobs, execution.threads)[:most]
+        yield len(places), lambda tasks, output, listener: perform(tasks, places, output, listener)
+        return
+    with connected(cluster) as there:
+        if not (there.workers or quiet):
+            say("the cluster has no workers yet: waiting for them")
+        yield (
+            max(there.workers, 1),
+            lambda tasks, output, listener: there.perform(tasks, execution.device, execution.threads, output, listener),
+        )
 
 
 def _gathered(cells: Sequence[Cell], folder: Path, outcomes: dict[str, Outcome]) -> list[Run]:
@@ -118,6 +145,7 @@ def _gathered(cells: Sequence[Cell], folder: Path, outcomes: dict[str, Outcome])
 
 
 def _cell(
+    here: Path,
     recipe: Recipe,
     folder: Path,
     execution: Execution,
@@ -126,7 +154,8 @@ def _cell(
     device: str,
     watch: Watch,
 ) -> None:
-    """Runs in a worker: train and analyse the cell, as far as it is not done yet."""
+    """Runs in a worker: train and analyse the cell, as far as it is not done yet. Paths start at the folder `here`."""
+    os.chdir(here)  # a worker of a cluster may have been started elsewhere
     execution = dataclasses.replace(execution, device=device)
     try:
         _trainer(trainer)(recipe, folder, execution, resume=True, watch=watch)  # does nothing for a finished run

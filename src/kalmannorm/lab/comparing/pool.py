@@ -123,14 +123,16 @@ class _Worker:
 
 
 @dataclass
-class _Interrupts:
+class Interrupts:
+    """How often somebody asked to stop. The first time, running tasks save their state. Then they are killed."""
+
     count: int = 0
 
 
 @contextlib.contextmanager
-def _interrupts_counted() -> Iterator[_Interrupts]:
+def interrupts_counted(interrupts: Interrupts | None = None) -> Iterator[Interrupts]:
     """Count Ctrl-C instead of raising an error, so that it cannot interrupt reading a message or drawing a table."""
-    interrupts = _Interrupts()
+    interrupts = interrupts or Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
@@ -157,12 +159,19 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def perform(tasks: Sequence[Task], places: Sequence[Seat], output: Path, listener: Listener) -> list[Outcome]:
+def perform(
+    tasks: Sequence[Task],
+    places: Sequence[Seat],
+    output: Path,
+    listener: Listener,
+    interrupts: Interrupts | None = None,
+) -> list[Outcome]:
     """The outcome of every task. After Ctrl-C all running and waiting tasks count as interrupted.
 
-    The output of a task is written to the folder `output`. A second Ctrl-C stops without waiting.
+    The output of a task is written to the folder `output`. A second Ctrl-C stops without waiting. Another thread may
+    count up `interrupts` to the same effect.
     """
-    return _Pool(tasks, output, listener).run(places)
+    return _Pool(tasks, output, listener).run(places, interrupts)
 
 
 class _Pool:
@@ -173,8 +182,8 @@ class _Pool:
         self.workers: list[_Worker] = []
         self.stopping = False
 
-    def run(self, places: Sequence[Seat]) -> list[Outcome]:
-        with _interrupts_counted() as interrupts:
+    def run(self, places: Sequence[Seat], interrupts: Interrupts | None = None) -> list[Outcome]:
+        with interrupts_counted(interrupts) as interrupts:
             try:
                 for seat in places:
                     self._hire(seat)

@@ -22,6 +22,7 @@ import torch
 from kalmannorm.lab.errors import Interrupted, LabError
 from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.machine import memory
+from kalmannorm.lab.machine.ranks import be_alone
 
 Watch = Callable[[Record], None]
 
@@ -40,6 +41,7 @@ class Task:
 def serve(connection: Connection, device: str, threads: int, output: Path) -> None:
     """Run tasks from the parent. Answers are ("heard", record) and ("ended" or "left", (kind, reason))."""
     os.setpgrp()
+    be_alone()
     threading.Thread(target=_interrupt_when_orphaned, daemon=True).start()
     torch.set_num_threads(threads)
     with contextlib.suppress(EOFError, OSError):  # the parent has exited, so nobody needs an answer

@@ -7,6 +7,7 @@ FOLDER/report.html        the page of `kalmannorm report`, with its figures/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ def reproduce(
     *,
     resume: bool = False,
     jobs: int | None = None,
+    cluster: str | None = None,
     quiet: bool = False,
     page: bool = True,
     runner: Runner = run_cells,
@@ -58,13 +60,15 @@ def reproduce(
     """Run the experiment in a folder and write its record and its page.
 
     Finished cells of the same recipe are kept, and unfinished ones are resumed. With `resume` there must be some.
-    `watch` is called with the rounds if steps are timed.
+    `cluster` is a Dask cluster for the cells, as in `run_cells`. `watch` is called with the rounds if steps are timed.
     """
     execution = (execution or Execution()).checked()
     folder = folder or default_folder(experiment, wanted)
     usable(folder)
     if resume and not any(folder.glob("*/recipe.json")):
         raise LabError(f"there is nothing to resume in {folder}: leave out --resume, or correct --out")
+    if experiment.timed and cluster is not None:
+        raise LabError("the steps of this experiment are timed on this machine: leave out --cluster")
     chosen = plan(experiment, wanted, execution)
     failure: FailedCellsError | None = None
     if experiment.timed:
@@ -74,7 +78,7 @@ def reproduce(
         record["timings"] = timings
     else:
         try:
-            _run(chosen, folder, execution, jobs, quiet, runner)
+            _run(chosen, folder, execution, quiet, functools.partial(runner, jobs=jobs, cluster=cluster))
         except FailedCellsError as error:
             failure = error
         results = read_results(chosen, folder)
@@ -86,10 +90,10 @@ def reproduce(
     return Reproduced(record, folder, written, failure)
 
 
-def _run(chosen: Plan, folder: Path, execution: Execution, jobs: int | None, quiet: bool, runner: Runner) -> None:
+def _run(chosen: Plan, folder: Path, execution: Execution, quiet: bool, runner: Runner) -> None:
     cells: list[tuple[str, Recipe]] = [(cell.folder, cell.recipe) for cell in chosen.cells]
     analysed = [name for name, _ in cells] if chosen.experiment.analysed else []
-    runner(cells, folder, execution, jobs=jobs, quiet=quiet, analyse=analysed)
+    runner(cells, folder, execution, quiet=quiet, analyse=analysed)
 
 
 def _tables(chosen: Plan, results: Results) -> list[Record]:
