@@ -1,4 +1,4 @@
-"""Two processes that talk over loopback: run functions on both ranks and hand back what each returned."""
+"""Two or more processes that talk over loopback: run functions on all ranks and hand back what each returned."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 
-def run(folder: Path, scenarios: dict[str, Callable[[int], Any]]) -> list[dict[str, Any]]:
+def run(folder: Path, scenarios: dict[str, Callable[[int], Any]], ranks: int = 2) -> list[dict[str, Any]]:
     """Results of each rank, by scenario. The functions must be importable: top level, each called with its rank."""
-    multiprocessing.spawn(_process, (folder, scenarios), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    multiprocessing.spawn(_process, (folder, scenarios, ranks), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _process(rank: int, folder: Path, scenarios: dict[str, Callable[[int], Any]]) -> None:
+def _process(rank: int, folder: Path, scenarios: dict[str, Callable[[int], Any]], ranks: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     file, limit = f"file://{folder}/meeting", timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=ranks, timeout=limit)
     results = {}
     for name, scenario in scenarios.items():
         torch.manual_seed(0)
