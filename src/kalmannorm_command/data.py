@@ -60,15 +60,29 @@ def check(
 @data.command("fetch", cls=Command)
 def fetch(
     names: Annotated[list[str], typer.Argument(help="Names from kalmannorm data list.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Instead of a download: a folder with train/CLASS/*.png and test/CLASS/*.png. cifar100 only."
+        ),
+    ] = None,
     root: Root = None,
     as_json: AsJson = False,
 ) -> None:
     """Download data sets and verify them. Complete data sets are not downloaded again."""
     from kalmannorm.lab.data.catalogue import find
-    from kalmannorm.lab.data.files import data_root
+    from kalmannorm.lab.data.cifar import CIFAR100
+    from kalmannorm.lab.data.files import at_home, data_root
     from kalmannorm.lab.data.source import state
+    from kalmannorm.lab.errors import LabError
 
     sources = [find(name) for name in names]
+    if folder is not None:
+        if names != [CIFAR100.name]:
+            raise LabError(f"--from: only {CIFAR100.name} can be read from image files, not {', '.join(names)}")
+        if not folder.is_dir():
+            raise LabError(f"--from: there is no folder {folder}")
+        find(CIFAR100.name).fetch_from(at_home(folder), data_root(root))  # type: ignore[attr-defined]
     for source in sources:
         if state(source, data_root(root), thorough=True)[0] != "ready":
             source.fetch(data_root(root), lambda line: typer.echo(line, err=True))

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import tarfile
 import tracemalloc
@@ -21,7 +22,7 @@ import torch
 from PIL import Image
 
 from kalmannorm.lab import data
-from kalmannorm.lab.data import catalogue, cifar, npm
+from kalmannorm.lab.data import catalogue, cifar, npm, png_folder
 from kalmannorm.lab.data.files import DamagedDataError, OutOfReachError, arriving, data_root
 from kalmannorm.lab.errors import LabError
 from kalmannorm_command.app import run
@@ -249,6 +250,60 @@ def test_cifar100_out_of_reach_says_where_to_put_it(tmp_path, monkeypatch):
     with pytest.raises(LabError, match=f"put the folder cifar-100-python from .*into {tmp_path}"):
         cifar.CIFAR100.fetch(tmp_path, lambda line: None)
     assert not list(tmp_path.iterdir())
+
+
+def small_cifar100(tmp_path, monkeypatch, change=lambda folder: None):
+    """Image files of two classes in a folder, and a CIFAR-100 that knows them."""
+    rng, images = np.random.default_rng(0), tmp_path / "images"
+    for part, count in (("train", 6), ("test", 3)):
+        for name in ("apple", "bear"):
+            (images / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(images / part / name / f"{name}_{number}.png")
+    png_folder.convert(images, tmp_path / "known", 2, "fine_labels")
+    files = []
+    for part in ("train", "test"):
+        record = pickle.loads((tmp_path / "known" / part).read_bytes())
+        digest = cifar.content_digest(record["data"], np.array(record["fine_labels"]))
+        files.append(cifar.File(part, len(record["data"]), "", digest))
+    small = dataclasses.replace(cifar.CIFAR100, classes=2, train_files=(files[0],), test_file=files[1])
+    monkeypatch.setitem(catalogue.SOURCES, "cifar100", small)
+    change(images)
+    return ["data", "fetch", "cifar100", "--from", str(images), "--data-root", str(tmp_path / "root")]
+
+
+def test_cifar100_from_image_files(tmp_path, monkeypatch, capsys):
+    command = small_cifar100(tmp_path, monkeypatch)
+    assert run(command) == 0 and "ready" in capsys.readouterr().out
+    found = data.load("cifar100", root=tmp_path / "root")
+    assert (found.train_size, found.test_size, found.classes) == (12, 6, 2)
+    record = pickle.loads((tmp_path / "root" / "cifar-100-python" / "train").read_bytes())
+    files = sorted((tmp_path / "images" / "train").glob("*/*.png"))
+    for path in files:
+        pixels = np.asarray(Image.open(path)).transpose(2, 0, 1).reshape(-1)
+        (place,) = np.flatnonzero((record["data"] == pixels).all(1))
+        assert record["fine_labels"][place] == ("apple", "bear").index(path.parent.name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "test" / "bear" / "bear_0.png").unlink(), "are not those of cifar100"),
+        (lambda folder: (folder / "test" / "bear" / "bear_0.png").write_bytes(b"no image"), "cannot be read"),
+        (lambda folder: shutil.rmtree(folder / "train" / "bear"), "has 1 folders of classes, and 2 are expected"),
+        (lambda folder: shutil.rmtree(folder), "there is no folder"),
+    ],
+)
+def test_wrong_image_files_leave_nothing(tmp_path, monkeypatch, capsys, change, message):
+    assert run(small_cifar100(tmp_path, monkeypatch, change)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
+
+
+def test_only_cifar100_is_read_from_image_files(tmp_path, capsys):
+    assert run(["data", "fetch", "cifar10", "--from", str(tmp_path)]) == 2
+    assert "--from: only cifar100" in capsys.readouterr().err
 
 
 def test_a_package_with_a_wrong_checksum_is_refused(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 in their "python version", which torchvision downloads and reads.
 
 Each file is verified whenever it is read: by the sha256 of its pixels and labels if that is known (so the way of
-pickling does not matter), else by torchvision's md5 of the original file.
+pickling does not matter), or by torchvision's md5 of the original file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kalmannorm.lab.data import npm
+from kalmannorm.lab.data import npm, png_folder
 from kalmannorm.lab.data.files import DamagedDataError, MissingDataError, OutOfReachError, Say, arriving, remedy
 from kalmannorm.lab.data.resident import Resident, Split
 from kalmannorm.lab.data.source import Options
@@ -41,7 +41,7 @@ class File:
     examples: int
     md5: str
     content: str | None = None
-    """`content_digest` of its content, if known."""
+    """`content_digest` of its content, if known. For CIFAR-100: of the file that `png_folder` makes."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,8 @@ class Cifar:
             raise self._damaged(path, "not a pickle of CIFAR") from None
         if pixels.dtype != np.uint8 or pixels.shape != (file.examples, PIXELS) or labels.shape != (file.examples,):
             raise self._damaged(path, f"it does not contain {file.examples:,} images")
-        if file.content is not None:
-            intact = content_digest(pixels, labels) == file.content
-        else:
-            intact = hashlib.md5(raw, usedforsecurity=False).hexdigest() == file.md5
+        intact = content_digest(pixels, labels) == file.content
+        intact = intact or hashlib.md5(raw, usedforsecurity=False).hexdigest() == file.md5
         if not intact:
             raise self._damaged(path, "its checksum is wrong")
         return Split(torch.from_numpy(pixels).view(-1, 3, SIDE, SIDE), torch.from_numpy(labels))
@@ -127,10 +125,22 @@ class Cifar:
                 return
             except (OutOfReachError, DamagedDataError) as error:
                 failures.append(str(error))
+        images = (
+            "" if self.second_source else f", or read image files with kalmannorm data fetch {self.name} --from PATH"
+        )
         raise LabError(
             f"{self.name} could not be downloaded ({'; '.join(failures)}): put the folder {self.folder} from the "
-            f"python version at {PAGE} into {root}"
+            f"python version at {PAGE} into {root}{images}"
         )
+
+    def fetch_from(self, folder: Path, root: Path) -> None:
+        """Instead of a download: from `train/CLASS/*.png` and `test/CLASS/*.png` in a folder."""
+        with arriving(self.where(root)) as arrived:
+            png_folder.convert(folder, arrived / self.folder, self.classes, self.label_key)
+            try:
+                self.check(arrived)
+            except DamagedDataError:
+                raise LabError(f"the images in {folder} are not those of {self.name}") from None
 
     def _from_torchvision(self, folder: Path, say: Say) -> None:
         import torchvision
@@ -224,6 +234,18 @@ CIFAR100 = Cifar(
     "CIFAR100",
     "cifar-100-python",
     "fine_labels",
-    (File("train", 50_000, "16019d7e3df5f24257cddd939b257f8d"),),
-    File("test", 10_000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
+    (
+        File(
+            "train",
+            50_000,
+            "16019d7e3df5f24257cddd939b257f8d",
+            "073313bcd51a5698622a9b5d62eeea588e7900c616b206f022fe00dd37e16c95",
+        ),
+    ),
+    File(
+        "test",
+        10_000,
+        "f0ef6b0ae62326f3e7ffdfab6717acfc",
+        "699120a06a783c9cabac76958ca6bc355d12c304f354a611401950356999a970",
+    ),
 )
