@@ -12,6 +12,8 @@ import torch
 import torchvision
 from torch import nn
 
+import kalmannorm
+
 README = Path(__file__).parents[2] / "README.md"
 RESULTS = README.parent / "docs" / "results.md"
 RECORDS = README.parent / "docs" / "figures" / "records"
@@ -107,3 +109,10 @@ def test_the_digits_table_is_what_the_records_say():
             own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
             means = [statistics.mean(accuracy[mode] for accuracy in own) for mode in ("population", "batch", "example")]
             assert cell == " / ".join(f"{mean:.1f}" for mean in means), (method, m)
+
+
+@pytest.mark.parametrize("page", [README, *sorted(README.parent.glob("docs/*.md"))], ids=lambda page: page.name)
+def test_functions_that_a_page_names_exist(page):
+    """In words and tables too, where no code runs."""
+    named = set(re.findall(r"(?<![\w/])kalmannorm\.([a-zA-Z]\w*)\(", page.read_text(encoding="utf-8")))
+    assert not [name for name in named if not hasattr(kalmannorm, name)]
