@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 LAB := $(VENV)/.lab
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
+# Checked without running: this machine need not have them. 3.11 and 3.12 run in CI.
+PYTHONS := 3.10 3.13
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test test-all lint unit unit-all bench attack deploy-check families figures docs dist clean
+.PHONY: help install demo test test-all lint pythons unit unit-all bench attack deploy-check families figures docs dist clean
 
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
 	@echo "make test     install, lint, type-check, test (10 minutes on two cores)"
 	@echo "make test-all  the same with the wide sweeps (15 minutes)"
+	@echo "make pythons  resolve all extras and check types for Python $(PYTHONS); installs and runs nothing there"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
 	@echo "make deploy-check  convert, fold and export 20 families, and compare their logits (minutes)"
@@ -44,6 +47,15 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Whether the pins of all extras have wheels that fit together, and whether mypy accepts the source for this version.
+pythons: install
+	@mkdir -p build
+	for version in $(PYTHONS); do \
+	  $(BIN)/uv pip compile --quiet --all-extras --constraint constraints.txt --only-binary :all: \
+	    --python-version $$version --python-platform linux --output-file build/python-$$version.txt pyproject.toml && \
+	  $(BIN)/mypy --python-version $$version || exit 1; \
+	done
 
 # The second command runs the kernels in Triton's interpreter. Its status is 5 where there is no Triton: no tests.
 unit: install
