@@ -40,7 +40,8 @@ def inference(
         ),
     ] = "2",
     shapes: Annotated[
-        list[str] | None, typer.Option("--shape", help="One norm: input shape such as 8x64x24x24. May be repeated.")
+        list[str] | None,
+        typer.Option("--shape", metavar="<str>", help="One norm: input shape such as 8x64x24x24. May be repeated."),
     ] = None,
     layouts: Annotated[str, typer.Option("--layout", help="One norm: NHWC, NCHW or both.")] = "NHWC,NCHW",
     dtype: Annotated[
@@ -79,6 +80,7 @@ def inference(
     from kalmannorm.lab.bench.op import SHAPES, cases, parse_batches, parse_shape
     from kalmannorm.lab.bench.step_contenders import Case
     from kalmannorm.lab.bench.turns import check_rounds
+    from kalmannorm.lab.errors import comma_separated
 
     place = bench_output.ready(device, threads, output, plot)
     check_rounds(rounds)
@@ -103,7 +105,7 @@ def inference(
         return
 
     chosen = [parse_shape(shape) for shape in shapes] if shapes else SHAPES[place.type]
-    words = [layout.strip() for layout in layouts.split(",")]
+    words = comma_separated(layouts, "NHWC,NCHW")
     found = cases(chosen, words, dtype or ("bf16" if gpu else "float32"), place, batches, relu=relu)
 
     def of_norm(watch: Watch) -> Iterator[Rows]:

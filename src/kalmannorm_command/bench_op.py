@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 def op(
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="Examples x channels x height x width, such as 8x64x24x24. May be repeated."),
+        typer.Option(
+            "--shape",
+            metavar="<str>",
+            help="Examples x channels x height x width, such as 8x64x24x24. May be repeated.",
+        ),
     ] = None,
     layouts: Annotated[str, typer.Option("--layout", help="NHWC (channels_last), NCHW or both.")] = "NHWC,NCHW",
     dtype: Annotated[
@@ -49,12 +53,13 @@ def op(
     from kalmannorm.lab.bench.copying import copy_speed
     from kalmannorm.lab.bench.op import SHAPES, cases, inductor_missing, measure, parse_shape
     from kalmannorm.lab.bench.turns import check_rounds
+    from kalmannorm.lab.errors import comma_separated
 
     place = bench_output.ready(device, threads, output, plot)
     check_rounds(rounds)
     chosen = [parse_shape(shape) for shape in shapes] if shapes else SHAPES[place.type]
     dtype = dtype or ("bf16" if place.type == "cuda" else "float32")
-    words = [layout.strip() for layout in layouts.split(",")]
+    words = comma_separated(layouts, "NHWC,NCHW")
     found = cases(chosen, words, dtype, place, batches, relu=relu, level=level)
     missing = inductor_missing(place) if inductor else None
     if missing is not None:

@@ -25,7 +25,7 @@ def step(
         ),
     ] = None,
     methods: Annotated[
-        str, typer.Option("--methods", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
+        str, typer.Option("--methods", "-m", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
     ] = ("bn,bkn,bkn-learned"),
     fuse: Annotated[
         bool, typer.Option("--fuse/--no-fuse", help="Also time fused nets: norm, sum and ReLU in one pass.")
@@ -72,7 +72,7 @@ def step(
     """
     from kalmannorm.lab.bench.step import bench
     from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Entry, entries
-    from kalmannorm.lab.errors import LabError
+    from kalmannorm.lab.errors import LabError, comma_separated
     from kalmannorm.lab.recipes.setting import Setting
 
     place = bench_output.ready(device, threads, output, plot)
@@ -90,7 +90,7 @@ def step(
         sizes = [size] if batches is None else [int(word) for word in batches.split(",")]
     except ValueError:
         raise LabError(f"--statistics-batches {batches!r}: give numbers of examples, such as 32,4,2") from None
-    names = [name.strip() for name in methods.split(",")]
+    names = comma_separated(methods, "bn,bkn")
     chosen = entries(whole, sizes, names, fused=fuse)
     if compile:
         chosen.insert(1, Entry(BASELINE, Setting(whole, whole), "inductor"))

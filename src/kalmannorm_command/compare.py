@@ -32,6 +32,7 @@ def compare(
         typer.Option(
             "--setting",
             "-s",
+            metavar="<str>",
             help="Gradient batch and statistics batch, such as 128,2. May be repeated. "
             "[default: the data set's setting, and its gradient batch as one group]",
         ),
@@ -62,7 +63,7 @@ def compare(
     """
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
-    from kalmannorm.lab.errors import LabError, useless
+    from kalmannorm.lab.errors import LabError, comma_separated, useless
     from kalmannorm.lab.recipes.methods import method
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.setting import Setting
@@ -72,7 +73,7 @@ def compare(
     if not chosen:
         whole = recipe.gradient_batch
         chosen = [Setting(whole, whole), recipe.setting]
-    names = _names(methods)
+    names = comma_separated(methods, "bn,bkn")
     for change in changes:
         if not any(method(name).takes(change) for name in names):
             raise LabError(useless(change, "any of these methods"))
@@ -80,15 +81,6 @@ def compare(
     folder = out or Path("runs") / f"{recipe.dataset.split(':')[0]}-{recipe.model}".replace("/", "_")
     analysed = [name for name, cell in cells if analyse and cell.seed == 0 and method(cell.method).groups]
     run_and_show(cells, folder, execution, jobs=jobs, cluster=cluster, analyse=analysed, as_json=as_json)
-
-
-def _names(text: str) -> list[str]:
-    from kalmannorm.lab.errors import LabError
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise LabError("--methods is empty: give some, such as bn,bkn")
-    return names
 
 
 def run_and_show(

@@ -40,6 +40,7 @@ def evaluate(
     from rich.console import Console
     from rich.table import Table
 
+    from kalmannorm.lab.errors import comma_separated
     from kalmannorm.lab.files.records import writable, write_json
     from kalmannorm.lab.machine.devices import on_threads
     from kalmannorm.lab.recipes.methods import method
@@ -53,7 +54,7 @@ def evaluate(
         loaded = load_run(run, device=device, data_root=data_root)
         writable(run / "evaluation.json")
         recipe = loaded.run.recipe
-        chosen = [mode.strip() for mode in modes.split(",")] if modes else None
+        chosen = comma_separated(modes, "population,batch") if modes else None
         scores = scores_of(loaded.model, loaded.data, recipe, modes=chosen, batch=batch)
         if recalibrate and method(recipe.method).groups:
             model = recalibrated(loaded.model, loaded.data, recipe)

@@ -141,7 +141,9 @@ def test_where_nothing_could_run_only_the_reason_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--methods", ","], "--methods is empty"),
+        (["--methods", ","], "--methods: ',' has an empty entry: give a list such as bn,bkn"),
+        (["-m", "bn,,"], "-m: 'bn,,' has an empty entry"),
+        (["--methods", "bn,,bkn"], "--methods: 'bn,,bkn' has an empty entry"),
         (["--methods", "bn,xx"], "unknown method 'xx'"),
         (["--setting", "64,3"], "does not divide"),
         (["--dataset", "digitz"], "did you mean 'digits'"),

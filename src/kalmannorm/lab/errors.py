@@ -78,6 +78,14 @@ def one_of(what: str, given: str, choices: Iterable[str]) -> str:
     raise LabError(f"unknown {what} {given!r}; {meant}choose from: {', '.join(known)}")
 
 
+def comma_separated(text: str, example: str) -> list[str]:
+    """The entries of a comma-separated list. An empty entry is an error, because a name may have been forgotten."""
+    found = [entry.strip() for entry in text.split(",")]
+    if not all(found):
+        raise LabError(f"{text!r} has an empty entry: give a list such as {example}")
+    return found
+
+
 _TYPED = {"warmup_epochs": "--warmup", "width": "width"}
 """Recipe fields whose option has another name. `width` has no option."""
 
