@@ -33,8 +33,12 @@ RATIO = 4.0
 class Form:
     """One way to normalize. Fields that the kind does not use have their defaults."""
 
-    kind: Literal["batch", "ghost", "renorm", "group", "kalman", "time"]
+    kind: Literal["batch", "ghost", "renorm", "group", "standardized", "moving", "online", "kalman", "time"]
+    """`standardized` is group norm with standardized weights, `moving` Moving Average Batch Norm, `online` Online
+    Normalization."""
     m: int = 128
+    real: int = 32
+    """For `moving`: the batch that it imitates."""
     gain: float | None = None
     """For `kalman`: the initial value of the learned gain."""
     closing: bool = False
@@ -79,8 +83,15 @@ class Form:
         size = {"statistics_batch_size": self.m}
         if self.kind == "batch":
             return None
-        if self.kind == "group":
-            kalmannorm.convert(model, example, to="group", inplace=True)
+        if self.kind in ("group", "standardized"):
+            standardized = self.kind == "standardized"
+            kalmannorm.convert(model, example, to="group", inplace=True, weight_standardization=standardized)
+            return None
+        if self.kind == "online":
+            kalmannorm.convert(model, example, to="online", inplace=True)
+            return None
+        if self.kind == "moving":
+            kalmannorm.convert(model, example, to="moving-average", inplace=True, real_batch_size=self.real, **size)
             return None
         if self.kind == "renorm":
             schedule = {"warmup_steps": steps // 32, "r_steps": steps // 4, "d_steps": 5 * steps // 32}

@@ -24,6 +24,12 @@ from kalmannorm._norms.baselines import (
 )
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from kalmannorm._norms.moving_average import (
+    MovingAverageBatchNorm1d,
+    MovingAverageBatchNorm2d,
+    MovingAverageBatchNorm3d,
+)
+from kalmannorm._norms.online import OnlineNorm
 from kalmannorm.functional import batch_kalman_norm
 from kalmannorm.moments import Moments
 
@@ -44,7 +50,11 @@ __all__ = [
     "GhostBatchNorm3d",
     "GroupedNorm",
     "Moments",
+    "MovingAverageBatchNorm1d",
+    "MovingAverageBatchNorm2d",
+    "MovingAverageBatchNorm3d",
     "NormWiring",
+    "OnlineNorm",
     "Recalibration",
     "Wiring",
     "__version__",

@@ -75,6 +75,7 @@ def test_the_mixture_is_bkn_at_the_start_and_the_time_filter_at_the_end(lam, sam
 
 FORMS = [
     Form(kind="batch"),
+    Form(kind="online"),
     Form(kind="kalman", m=2, closing=True),
     Form(kind="kalman", m=1, closing=True, means="average"),
     Form(kind="time", m=1),
@@ -113,3 +114,13 @@ def test_every_kind_of_form_trains(form):
     train([training])
     assert math.isfinite(training.loss())
     assert training.score()["population"] > 90
+
+
+@pytest.mark.parametrize("form", [Form(kind="standardized"), Form(kind="moving", m=2)], ids=lambda form: form.name)
+def test_norms_that_do_not_see_brightness_train(form):
+    """The classes of the made-up images differ in brightness, which centred weights and group norm remove."""
+    training = made_up(form)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    train([training])
+    assert math.isfinite(training.loss())
+    assert all(not torch.equal(p, old) for p, old in zip(training.model.parameters(), before, strict=True))

@@ -13,10 +13,11 @@ from torch import nn
 
 from kalmannorm._model.kept_classes import kept_class
 from kalmannorm._model.norm_classes import NormClass, plain_class
-from kalmannorm._norms import baselines, kalman
+from kalmannorm._norms import baselines, kalman, moving_average
 from kalmannorm._norms.batchnorm_checkpoints import MANY
 from kalmannorm._norms.group_norm import GroupNorm, InstanceNorm
 from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.online import OnlineNorm
 from kalmannorm._support.checks import positive_int
 from kalmannorm._wiring.plan import NormPlan
 
@@ -24,6 +25,11 @@ GROUPED = {
     "kalman": (kalman.BatchKalmanNorm1d, kalman.BatchKalmanNorm2d, kalman.BatchKalmanNorm3d),
     "ghost": (baselines.GhostBatchNorm1d, baselines.GhostBatchNorm2d, baselines.GhostBatchNorm3d),
     "renorm": (baselines.BatchRenorm1d, baselines.BatchRenorm2d, baselines.BatchRenorm3d),
+    "moving-average": (
+        moving_average.MovingAverageBatchNorm1d,
+        moving_average.MovingAverageBatchNorm2d,
+        moving_average.MovingAverageBatchNorm3d,
+    ),
 }
 
 _MACHINERY = set(nn.Module().__dict__)
@@ -56,7 +62,11 @@ def _held(module: nn.Module) -> set[str]:
 @functools.cache
 def _library_names() -> set[str]:
     """Names of the attributes that norms of this library have."""
-    examples = (kalman.BatchKalmanNorm1d(1, 1), baselines.BatchRenorm1d(1))
+    examples = (
+        kalman.BatchKalmanNorm1d(1, 1),
+        baselines.BatchRenorm1d(1),
+        moving_average.MovingAverageBatchNorm1d(1),
+    )
     added = {"then", "converted_from", "input_dims", "_arrived", "_pending", "calibrated", "prior_scale", "prior_shift"}
     return added.union(*map(_held, examples))
 
@@ -103,12 +113,16 @@ def fresh_grouped(
     settings |= {"affine": module.affine, "track_running_stats": _tracks(module)}
     if isinstance(module, nn.SyncBatchNorm):
         settings["process_group"] = module.process_group or "world"
-    filters = {"gain", "per_channel_gain", "rank"}
-    settings |= {name: value for name, value in options.items() if name not in filters}
+    if to == "moving-average":
+        del settings["momentum"]  # the paper's, not that of the batch norm
+    others = {"gain", "per_channel_gain", "rank", "centre_weights"}
+    settings |= {name: value for name, value in options.items() if name not in others}
     fresh: GroupedNorm = GROUPED[to][dims - 1](module.num_features, **settings, **_tensors_like(module))
     fresh.__class__ = kept_class(type(fresh), type(module))
     if _tracks(module):
         _carry_statistics(module, fresh)
+        if isinstance(fresh, moving_average.MovingAverageBatchNorm):
+            fresh.take_batchnorm()
     if kind.dims is None and rank is None:
         fresh.input_dims = (2, 3, 4, 5)
     fresh.then = kind.then
@@ -133,10 +147,18 @@ def _carry_statistics(old: Any, new: GroupedNorm) -> None:
             new.values_tracked.fill_(MANY)
 
 
-def fresh_other(module: Any, kind: NormClass, to: str, options: dict[str, Any]) -> GroupNorm | InstanceNorm:
+def fresh_other(
+    module: Any, kind: NormClass, to: str, options: dict[str, Any]
+) -> GroupNorm | InstanceNorm | OnlineNorm:
     channels, settings = module.num_features, {"eps": module.eps, "affine": module.affine, **_tensors_like(module)}
-    fresh: GroupNorm | InstanceNorm
-    if to == "instance":
+    fresh: GroupNorm | InstanceNorm | OnlineNorm
+    if to == "online":
+        fresh = OnlineNorm(channels, **settings, **options)
+        if _tracks(module):
+            with torch.no_grad():
+                fresh.running_mean.copy_(module.running_mean)
+                fresh.running_var.copy_(module.running_var)
+    elif to == "instance":
         fresh = InstanceNorm(channels, **settings)
     else:
         most = 1 if to == "layer" else positive_int("num_groups", options.get("num_groups", 32))

@@ -9,7 +9,7 @@ import difflib
 import gc
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import watch_weight_decay
 from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
+from kalmannorm._norms.computed_weights import Computation, check_convolutions, compute_weights, plain_weights
 from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._norms.online import OnlineNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm._running.relay import Begin, End, Path, Relay, Wire, keepable
 from kalmannorm._support.changes import Changes, watch_replacements
@@ -35,8 +37,8 @@ from kalmannorm._support.fused_modules import unfuse
 from kalmannorm._wiring.plan import CallPlan, Plan, Transition, make_plan
 from kalmannorm._wiring.recording.frozen import is_frozen
 
-Target = Literal["kalman", "ghost", "renorm", "group", "layer", "instance", "batch"]
-TARGETS = ("kalman", "ghost", "renorm", "group", "layer", "instance", "batch")
+Target = Literal["kalman", "ghost", "renorm", "moving-average", "online", "group", "layer", "instance", "batch"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 GAINS = {"weights": 0.5, "learned": 0.9}
 """The initial gain of each transition. A learned transition starts at A = 0 and has to learn before it helps."""
@@ -47,7 +49,9 @@ _OPTIONS: dict[str, set[str]] = {
     "kalman": _STATISTICS | _AVERAGES | {"gain", "per_channel_gain", "rank", "covariance"},
     "ghost": _STATISTICS | _AVERAGES,
     "renorm": _STATISTICS | {"r_max", "d_max", "warmup_steps", "r_steps", "d_steps"},
-    "group": {"num_groups"},
+    "moving-average": {"inference", "momentum", "real_batch_size", "warmup_steps", "centre_weights"},
+    "online": {"forward_decay", "backward_decay", "layer_scaling", "clamp"},
+    "group": {"num_groups", "weight_standardization"},
     "layer": set(),
     "instance": set(),
     "batch": set(),
@@ -77,9 +81,10 @@ def convert(
         example_input: the model's input: a tensor (or a list: one argument), a tuple of positional arguments or a dict
             of keyword arguments, on the model's device. Needed for "kalman" only. The model runs on it twice, without
             gradients, and stays unchanged. Its spatial size should be that of training: see `rewire`.
-        to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "group" (GroupNorm with the largest
-            divisor of the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns
-            norms of this library back, as `to_batchnorm` does.
+        to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "moving-average" (Moving Average Batch
+            Norm, with centred weights), "online" (Online Normalization), "group" (GroupNorm with the largest divisor of
+            the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns norms of
+            this library back, as `to_batchnorm` does.
         statistics_batch_size: m, the number of examples in a group. None takes the whole batch as one group. m counts
             the rows of each norm's own input: a box head gets one row per box, and frames may be folded into the batch.
             A dict sets m by layer, as in {"roi_heads": 512, nn.BatchNorm1d: None, "": 2}. A key is the name of a
@@ -95,8 +100,10 @@ def convert(
             constants per channel. None: in norms whose statistics were trained. See `calibrate_priors`.
         **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain` (0.5 at the
             start for weights, 0.9 for learned), `per_channel_gain`, `rank` and `covariance` (learned),
-            `total_variance`, `observation_momentum`; for group `num_groups`; for renorm its schedule. `momentum` and
-            `process_group` default to those of each norm.
+            `total_variance`, `observation_momentum`; for group `num_groups` and `weight_standardization`; for renorm
+            its schedule; for moving-average `real_batch_size`, `warmup_steps` and `centre_weights`; for online
+            `forward_decay`, `backward_decay`, `layer_scaling` and `clamp`. `momentum` and `process_group` default to
+            those of each norm.
     """
     _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
     if calibrate and (to != "kalman" or transition != "weights"):
@@ -107,6 +114,9 @@ def convert(
     if to == "batch":
         return to_batchnorm(model, inplace=inplace)
     _check_convertible(model)
+    computation = _computation(to, options)
+    if computation is not None:
+        check_convolutions(model)
     _warn_of_optimizers(model, inplace)
     with torch.inference_mode(False):  # tensors made under inference mode could not be trained
         computed: Detached = {}
@@ -132,6 +142,8 @@ def convert(
             _add_filters(fresh, plan, options)
         for name, (module, _) in found.items():
             swap_class(module, fresh[name])
+        if computation is not None:
+            compute_weights(model, computation)
         if plan is not None:
             _connect(model, plan)
             if calibrate is not False:
@@ -140,6 +152,13 @@ def convert(
             watch_weight_decay()
             watch_replacements()
     return model
+
+
+def _computation(to: Target, options: dict[str, Any]) -> Computation | None:
+    """How convolutions compute their weights for this norm."""
+    if to == "moving-average":
+        return "centred" if options.get("centre_weights", True) else None
+    return "standardized" if options.get("weight_standardization", False) else None
 
 
 def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
@@ -234,6 +253,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         if not inplace:
             model = copied(model)
         unfuse(model)
+        plain_weights(model)
         for module in list(model.modules()):
             if isinstance(module, GroupedNorm):
                 swap_to_batchnorm(module)
@@ -275,7 +295,10 @@ def _check_arguments(
             if to == "kalman":
                 GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=each, **options)
             else:
-                GROUPED[to][0](1, statistics_batch_size=each, **options)
+                settings = {name: value for name, value in options.items() if name != "centre_weights"}
+                GROUPED[to][0](1, statistics_batch_size=each, **settings)
+    elif to == "online":
+        OnlineNorm(1, **options)
     elif "num_groups" in options:
         positive_int("num_groups", options["num_groups"])
 

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from kalmannorm._model.convert import to_batchnorm
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.settings import norms
+from kalmannorm._norms.computed_weights import ComputedWeight, plain_weights
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._support.copying import copied
@@ -41,18 +42,23 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
     output and both run once. The layer's weight must not be tied, and no hook may see the tensor between them. The norm
     becomes an Identity under its old name, or a Sequential of the children that it applied afterwards (timm's
     BatchNormAct2d: `drop`, `act`). Every other norm becomes a BatchNorm, as by `to_batchnorm`. The model then contains
-    nothing of this library.
+    nothing of this library. Centred and standardized weights become plain weights, also before a norm that cannot be
+    folded, such as GroupNorm.
 
     Args:
-        model: a converted model, or one with plain, ghost or renorm norms. All norms are in population inference.
+        model: a converted model, or one with plain, ghost, renorm or moving-average norms. All norms are in population
+            inference.
         example_input: the model's input, as for `convert`. A converted model does not need it. Any other model runs
             on it once, without gradients, to find the input of each norm.
         inplace: fold this model instead of a copy.
     """
-    found = _checked_norms(model)
+    computed = any(isinstance(module, ComputedWeight) for module in model.modules())
+    found = _checked_norms(model, needed=not computed)
     if not inplace:
         model = copied(model)
         found = _norms(model)
+    if plain_weights(model) and not found:
+        return model.eval()
     layers = _layers_of_plan(found) if example_input is None else _layers_of_run(model, example_input, found)
     pairs = _undisturbed(model, found, layers)
     pairs = {name: layer for name, layer in pairs.items() if _folds(*found[name], layer)}
@@ -141,14 +147,14 @@ def _norms(model: nn.Module) -> Norms:
     return found
 
 
-def _checked_norms(model: nn.Module) -> Norms:
+def _checked_norms(model: nn.Module, needed: bool = True) -> Norms:
     wrapped = {"OptimizedModule": "model._orig_mod", "DistributedDataParallel": "model.module"}
     if type(model).__name__ in wrapped:
         raise TypeError(f"model is wrapped, in {type(model).__name__}: fold {wrapped[type(model).__name__]} instead")
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"model must be a torch.nn.Module written in Python, got {type(model).__name__}")
     found = _norms(model)
-    if not found:
+    if not found and needed:
         batch_norms(model)  # raises an error for an unknown class
         raise ValueError(f"fold: {type(model).__name__} contains no batch norm and no norm of kalmannorm")
     for name, (norm, _) in found.items():

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from kalmannorm._norms.group_norm import InstanceNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._norms.online import OnlineNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm._support.compiling import NORMS
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, InstanceNorm, OnlineNorm)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

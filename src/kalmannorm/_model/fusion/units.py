@@ -19,9 +19,15 @@ from kalmannorm._model.fusion.symbolic import NotTraceableError, hooked, symboli
 from kalmannorm._norms.baselines import BatchRenorm, GhostBatchNorm
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._norms.moving_average import MovingAverageBatchNorm
 from kalmannorm._support.fused_modules import Argument, Code, FusedForward
 
-_FORWARDS = {BatchKalmanNorm.forward, GhostBatchNorm.forward, BatchRenorm.forward}
+_FORWARDS = {
+    BatchKalmanNorm.forward,
+    GhostBatchNorm.forward,
+    BatchRenorm.forward,
+    MovingAverageBatchNorm.forward,
+}
 
 Calls = Mapping[int, "tuple[Argument, ...] | str"]
 """The arguments of each module's call, by identity. A reason, if its call cannot be traced."""

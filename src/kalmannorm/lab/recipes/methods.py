@@ -41,8 +41,29 @@ METHODS: dict[str, Method] = {
         "renorm",
         modes=("population", "batch"),
     ),
+    "mabn": Method(
+        "MABN",
+        "Moving Average Batch Norm: statistics are averages over the last groups, in both directions; centred weights.",
+        "moving-average",
+        modes=("population",),
+    ),
+    "on": Method(
+        "ON",
+        "Online Normalization: each image by the images before it, with error feedback in the backward.",
+        "online",
+        modes=("population",),
+        groups=False,
+    ),
     "gn": Method(
         "GN", "Group norm: each image by itself, in groups of channels.", "group", modes=("population",), groups=False
+    ),
+    "gn-ws": Method(
+        "GN + WS",
+        "Group norm, and convolutions with standardized weights.",
+        "group",
+        {"weight_standardization": True},
+        modes=("population",),
+        groups=False,
     ),
     "ln": Method(
         "LN", "Layer norm: each image by itself, all channels together.", "layer", modes=("population",), groups=False
