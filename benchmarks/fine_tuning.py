@@ -117,6 +117,8 @@ class Form:
     to: str = "kalman"
     calibrate: bool = False
     closing: bool = False
+    present: float = 0.0
+    """Of the closing phase: the share of the present batch in the expected gradients."""
 
     def converted(self, model: nn.Module, data: Data, m: int) -> nn.Module:
         size = {"statistics_batch_size": m}
@@ -128,6 +130,8 @@ class Form:
 
 REFERENCE = Form("batch norm", "ghost")
 FORMS = [
+    Form("BKN, calibrated, closing phase, present 0.5", calibrate=True, closing=True, present=0.5),
+    Form("batch norm, closing phase, present 0.5", "ghost", closing=True, present=0.5),
     REFERENCE,
     Form("batch norm, closing phase", "ghost", closing=True),
     Form("BKN"),
@@ -140,7 +144,7 @@ FORMS = [
 def fine_tuned(model: nn.Module, form: Form, data: Data, m: int, seed: int) -> Row:
     torch.manual_seed(seed)
     model = form.converted(copy.deepcopy(model), data, m)
-    phase = kalmannorm.ClosingPhase(model, STEPS, start=0, end=0) if form.closing else None
+    phase = kalmannorm.ClosingPhase(model, STEPS, start=0, end=0, present=form.present) if form.closing else None
     optimizer = optimizer_of(model, RATE)
     batches = []
     while len(batches) < STEPS:
@@ -203,9 +207,9 @@ def main() -> None:
             key = f"{net.name} | prior | calibrate={calibrate}"
             if key not in done:
                 record(key, kind="prior", **base, calibrate=calibrate, priors=priors(model, data, calibrate))
-        cells = [(REFERENCE, BATCH), *((form, m) for m in (2, 1) for form in FORMS)]
-        for seed in range(options.seeds):
-            for form, m in cells:
+        cells = [(REFERENCE, BATCH), *((form, m) for form in FORMS for m in (2, 1))]
+        for form, m in cells:
+            for seed in range(options.seeds):
                 key = f"{net.name} | {form.name} | m={m} | seed={seed}"
                 if key not in done:
                     row = fine_tuned(model, form, data, m, seed)

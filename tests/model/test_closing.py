@@ -126,7 +126,8 @@ def by_definition(norm, x, g, prior, strength):
 @pytest.mark.parametrize("strength", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("examples", [6, 7])
 @pytest.mark.parametrize("kalman", [True, False])
-def test_forward_and_backward_by_definition(kalman, examples, strength):
+@pytest.mark.parametrize("present", [0.0, 0.4])
+def test_forward_and_backward_by_definition(kalman, examples, strength, present):
     torch.manual_seed(0)
     x = (1 + 2 * torch.randn(examples, 3, 4, 5, dtype=F64)).requires_grad_()
     g = torch.randn_like(x).detach()
@@ -140,7 +141,13 @@ def test_forward_and_backward_by_definition(kalman, examples, strength):
         norm.weight.normal_()
         norm.bias.normal_()
         at(strength, norm)
-        target = by_definition(norm, x.detach(), g, prior and [each.detach() for each in prior], strength)
+        norm.closing.present = present
+        given = x.detach(), g, prior and [each.detach() for each in prior], strength
+        averages = norm.closing.averages.clone()
+        sums = torch.stack(by_definition(norm, *given)[2], 1)
+        norm.closing.averages[:, :2].lerp_(sums, present)  # what the backward has to expect
+        target = by_definition(norm, *given)
+        norm.closing.averages.copy_(averages)
     y = norm(x) if prior is None else norm(x, Moments(prior[0][None], prior[1][None]))
     y.backward(g)
     torch.testing.assert_close(y, target[0])

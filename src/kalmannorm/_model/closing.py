@@ -41,6 +41,9 @@ class ClosingPhase:
         start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model.
         top: the strength at `end` and later. Below 1 a share of the noise of small groups stays, as regularization.
         momentum: weight of one step in the moving averages of gradients.
+        present: the share of the present forward, over all of its groups, in the expected gradients. The rest comes
+            from the moving averages. The gradient then answers at once to what a step does. Use about 0.5 if a forward
+            has 32 examples or more, and 0 if it has one or two. It costs one more pass in the backward of a norm.
         scaler: the `torch.amp.GradScaler` of the training, if there is one. Call `step` after `scaler.update()`.
         process_group: whose gradients are averaged together. "world": all ranks, if there are several. None: this
             process alone. Every rank has to call `step`.
@@ -61,6 +64,7 @@ class ClosingPhase:
         end: float = 0.6,
         top: float = 1.0,
         momentum: float = 0.1,
+        present: float = 0.0,
         scaler: GradScaler | None = None,
         process_group: ProcessGroupChoice = "world",
     ) -> None:
@@ -72,7 +76,9 @@ class ClosingPhase:
             raise ValueError(f"end must be at least start = {start}, got {end}")
         check_number("top", top, 0, 1)
         check_number("momentum", momentum, 0, 1)
-        self.start, self.end, self.top, self.momentum, self.scaler = start, end, top, momentum, scaler
+        check_number("present", present, 0, 1)
+        self.start, self.end, self.top, self.scaler = start, end, top, scaler
+        self.momentum, self.present = momentum, present
         self._norms: list[GroupedNorm] = []
         for name, norm in require_norms(model, "ClosingPhase"):
             try:
@@ -127,6 +133,7 @@ class ClosingPhase:
             return
         for norm in self._norms:
             norm.begin_closing()
+            norm.closing.present = self.present
         for states in self._states():
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * self.strength] * len(states))

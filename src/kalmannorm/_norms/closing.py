@@ -8,6 +8,8 @@ strength λ between 0 and 1:
     backward  r and d are constants. The gradients of μ and v contain the sums of g = dL/dy and of g z over the group.
               By 1 - λ these are the group's own sums, by λ their expectations from earlier steps.
 
+The expectations may also contain the sums of the present forward, over all of its groups, by a share κ (`present`).
+
 At λ = 0 this is the norm as it is. At λ = 1 neither direction depends on the group, as if the batch were infinite: the
 output is that of `population` inference where nothing is clipped. With the group's own sums at λ = 1, a step would no
 longer undo what it did to mean and scale, and small groups diverge.
@@ -48,6 +50,8 @@ class ClosingState(nn.Module):
     """(C, 3): the averages of Σ g and Σ g z, without the factor of a GradScaler, and the number of steps in them."""
     scale: Tensor
     """The factor of the GradScaler."""
+    present: float = 0.0
+    """κ"""
     probe: Tensor
     """Zeros (C, 3). Their gradient is the sum over backwards of Σ g and Σ g z, and the number of backwards.
 
@@ -86,6 +90,7 @@ class Target(NamedTuple):
     var: Tensor
     strength: Tensor
     averages: Tensor
+    present: float = 0.0
 
 
 def refuse_transforms() -> None:
@@ -105,17 +110,27 @@ class _Rows(NamedTuple):
     d: Tensor
     expected: tuple[Tensor, Tensor]
     """The part of the gradients of μ and v that does not depend on the group, without γ."""
+    drawn: Tensor | float
+    """λ times the share of all values that each group has, (G, 1) or one number."""
 
     @classmethod
     def of(cls, posterior: Moments, target: Target, share: Tensor | float, eps: float) -> _Rows:
         """`share`: the share of all values that each group has, (G, 1) or one number."""
         dtype = posterior.mean.dtype
-        mean, var, strength, averages = (each.to(dtype) for each in target)
+        mean, var, strength, averages = (each.to(dtype) for each in target[:4])
         rho, inverse = (posterior.var + eps).rsqrt(), (var + eps).rsqrt()
         r = (inverse / rho).clamp(1 / R_MAX, R_MAX) ** strength
         d = strength * ((posterior.mean - mean) * inverse).clamp(-D_MAX, D_MAX)
-        step, sums = rho * r, strength * share * averages.t()[:2].unsqueeze(1)
-        return cls(step, r, d, (-step * sums[0], -0.5 * step.square() * sums[1]))
+        step, drawn = rho * r, strength * share
+        sums = drawn * averages.t()[:2].unsqueeze(1)
+        return cls(step, r, d, (-step * sums[0], -0.5 * step.square() * sums[1]), drawn)
+
+    def including(self, at_scale: Tensor, at_shift: Tensor, present: float) -> _Rows:
+        """The same with expected sums that contain those of this forward by the share `present`."""
+        g, gz = at_shift.sum(0), (self.r * at_scale + self.d * at_shift).sum(0)
+        mean = torch.lerp(self.expected[0], -self.step * self.drawn * g, present)
+        var = torch.lerp(self.expected[1], -0.5 * self.step.square() * self.drawn * gz, present)
+        return _Rows(self.step, self.r, self.d, (mean, var), self.drawn)
 
     def parameters(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """γ r and γ d + β."""
@@ -162,10 +177,11 @@ class _Corrected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, probe: Tensor, run_mean: Tensor,
-        run_var: Tensor, strength: Tensor, averages: Tensor, share: Tensor | float, eps: float,
+        run_var: Tensor, strength: Tensor, averages: Tensor, present: float, share: Tensor | float, eps: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         target = Target(run_mean, run_var, strength, averages)
         rows = _Rows.of(Moments(mean, var), target, share, eps)
+        ctx.present, ctx.drawn = present, rows.drawn
         ctx.save_for_backward(weight, probe, 1 - strength.to(mean.dtype), *rows[:3], *rows.expected)
         return mean.view_as(mean), var.view_as(var), *rows.parameters(weight, bias)
 
@@ -173,9 +189,11 @@ class _Corrected(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, at_mean: Tensor, at_var: Tensor, at_scale: Tensor, at_shift: Tensor) -> tuple[Any, ...]:
         weight, probe, own, step, r, d, *expected = ctx.saved_tensors
-        rows = _Rows(step, r, d, (expected[0], expected[1]))
-        of_moments = own * at_mean + weight * expected[0], own * at_var + weight * expected[1]
-        return *of_moments, *rows.backward(at_scale, at_shift, weight, probe), *[None] * 6
+        rows = _Rows(step, r, d, (expected[0], expected[1]), ctx.drawn)
+        if ctx.present:
+            rows = rows.including(at_scale, at_shift, ctx.present)
+        of_moments = own * at_mean + weight * rows.expected[0], own * at_var + weight * rows.expected[1]
+        return *of_moments, *rows.backward(at_scale, at_shift, weight, probe), *[None] * 7
 
 
 def normalize_closing(
@@ -217,7 +235,7 @@ class _Closing(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, prior_mean: Tensor | None, prior_var: Tensor | None, gain: Tensor | None, weight: Tensor,
         bias: Tensor, residual: Tensor | None, probe: Tensor, run_mean: Tensor, run_var: Tensor, strength: Tensor,
-        averages: Tensor, size: int, eps: float, relu: bool,
+        averages: Tensor, present: float, size: int, eps: float, relu: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         seen = Moments(*registered.observe(x, size))
         own = 1 - strength.to(seen.mean.dtype)
@@ -236,7 +254,7 @@ class _Closing(torch.autograd.Function):
         inputs = x, other.mean, other.var, trust, *rows.parameters(weight, bias), size, eps, residual, relu
         output = registered.batch_kalman_norm(*inputs) if registered.watched(x) else registered.forward(*inputs)
         registered.save(ctx, inputs, output)
-        ctx.closing = prior, gain, seen, own, other, trust, weight, probe, rows
+        ctx.closing, ctx.present = (prior, gain, seen, own, other, trust, weight, probe, rows), present
         return output[0], posterior.mean.clone(), posterior.var.clone(), *output[3:]
 
     @staticmethod
@@ -244,6 +262,10 @@ class _Closing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         prior, gain, seen, own, other, trust, weight, probe, rows = ctx.closing
         grad_y, at_mean, at_var, *at_seen = grads
+        if ctx.present:  # one pass for the sums, one for dx: parts of dx that are rounded before they are added diverge
+            nothing = torch.zeros_like(seen.mean)
+            sums = registered.differentiate(ctx, grad_y, None, None, nothing, nothing)
+            rows = rows.including(sums[4], sums[5], ctx.present)
         wanted = Moments(
             weight * rows.expected[0] + (0 if at_mean is None else at_mean),
             weight * rows.expected[1] + (0 if at_var is None else at_var),
@@ -262,4 +284,4 @@ class _Closing(torch.autograd.Function):
             of_prior = [of_moments.mean.sum_to_size(prior.mean.shape), of_moments.var.sum_to_size(prior.var.shape)]
             of_prior.append(of_gain.sum_to_size(gain.shape) if gain.dim() else of_gain.sum())
         d_weight, d_bias, collected = rows.backward(at_scale, at_shift, weight, probe)
-        return dx, *of_prior, d_weight, d_bias, d_residual, collected, *[None] * 7
+        return dx, *of_prior, d_weight, d_bias, d_residual, collected, *[None] * 8

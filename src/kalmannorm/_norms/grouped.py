@@ -371,12 +371,13 @@ class GroupedNorm(TrackedNorm):
 
     def _target(self) -> Target:
         # This forward updates the statistics. Its recomputation must read the old values.
-        return Target(*snapshot(first_seen(self, self._drawn_to)))
+        mean, var, strength, averages = snapshot(first_seen(self, self._drawn_to))
+        return Target(mean, var, strength, averages, self.closing.present)
 
-    def _drawn_to(self) -> Target:
+    def _drawn_to(self) -> tuple[Tensor, ...]:
         assert self.running_mean is not None and self.running_var is not None
         closing = self.closing
-        return Target(self.running_mean, self.running_var, closing.strength, closing.averages * closing.scale)
+        return self.running_mean, self.running_var, closing.strength, closing.averages * closing.scale
 
     def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
         dtype = statistics_dtype(x)
