@@ -51,6 +51,8 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
     grads = list(torch.zeros(4, 3, C)) if residual else [None] * 4
     inputs = Inputs(x, *filtered, weight, None if residual else bias, 2, 1e-5, None, True)
     triton_run.backward(Results(x, *grads), inputs, results if residual else results._replace(y=None), 1)
+    again = Inputs(x, None, None, None, weight, bias, 2, 1e-5, x if residual else None, True)
+    triton_run.again(again, *results[1:4])
     streamed = {"reduce_kernel", "apply_kernel"}
     expected = {"forward_kernel", "backward_kernel"}
     if launch[0] == 32:
@@ -60,7 +62,8 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
         expected = streamed | {f"backward_{name}" for name in streamed}
     else:  # 196 positions are no multiple of 16, but of 4
         assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
-    assert compiled.keys() == expected | {"sum_over_groups_kernel"}
+    assert compiled.keys() == expected | {"sum_over_groups_kernel", "again_kernel"}
+    assert "atom" not in compiled["again_kernel"] and "fma.rn.f32" in compiled["again_kernel"]
 
 
 def functions():

@@ -11,6 +11,7 @@ def forget():
     for launches in (
         triton_run.forward_launches,
         triton_run.backward_launches,
+        triton_run.again_launch,
         triton_run.reducing,
         triton_launching.ready,
     ):

@@ -144,7 +144,7 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
 
 
 def forward(inputs: Inputs) -> Results:
-    x, prior_mean, prior_var, gain, weight, bias, statistics_batch_size, eps, residual, relu = inputs
+    x, prior_mean, prior_var, gain, _, _, statistics_batch_size, eps, _, _ = inputs
 
     def combined() -> tuple[Moments, Tensor]:
         posterior = observation
@@ -160,17 +160,31 @@ def forward(inputs: Inputs) -> Results:
     parts, results = slabs.parts(values), slabs.parts(y)
     observation = slabs.moments(parts, results)
     posterior, rho = combined()
-    centre = posterior.mean
-    if far(observation.mean, rho):
+    away = far(observation.mean, rho)
+    if away:
         middle = observation.mean
         centred = slabs.centred(parts, middle)
         # The first mean has the rounding error of a long float32 sum. The mean of the centred values corrects it.
         missed = slabs.moments(centred, results)
         observation = Moments(middle + missed.mean, missed.var)
         posterior, rho = combined()
-        # From x, not from the centred values: a value near the posterior's mean may be far from x̄, and x - x̄ then has
+    _normalize(slabs, parts, y, posterior.mean, rho, inputs, away)
+    # An op may not return the same tensor twice.
+    if posterior is observation:
+        posterior = Moments(observation.mean.clone(), observation.var.clone())
+    return Results(cast(y, x.dtype), *posterior[:2], *observation[:2])
+
+
+def _normalize(
+    slabs: Slabs, parts: list[Tensor], y: Tensor, centre: Tensor, rho: Tensor, inputs: Inputs, away: bool
+) -> None:
+    """Write y from the parts of x and the posterior. `away`: means are far from 0."""
+    _, _, _, _, weight, bias, _, _, residual, relu = inputs
+    results = slabs.parts(y)
+    if away:
+        # From x, not from values centred on x̄: a value near the posterior's mean may be far from x̄, and x - x̄ then has
         # lost digits.
-        slabs.subtract(parts, posterior.mean, results)
+        slabs.subtract(parts, centre, results)
         parts, centre = results, torch.zeros_like(centre)
     scale = rho if weight is None else rho * cast(weight, rho.dtype)
     shift = centre * -scale if bias is None else torch.addcmul(cast(bias, rho.dtype), centre, scale, value=-1)
@@ -179,10 +193,14 @@ def forward(inputs: Inputs) -> Results:
         y.add_(residual)
     if relu:
         y.relu_()
-    # An op may not return the same tensor twice.
-    if posterior is observation:
-        posterior = Moments(observation.mean.clone(), observation.var.clone())
-    return Results(cast(y, x.dtype), *posterior[:2], *observation[:2])
+
+
+def again(inputs: Inputs, mean: Tensor, var: Tensor, observed_mean: Tensor) -> Tensor:
+    """y of a forward that is over, with the same operations, from x, γ, β, the residual and the moments."""
+    slabs, values = Slabs(inputs.x, inputs.statistics_batch_size), cast(inputs.x, mean.dtype)
+    y, rho = torch.empty_like(values), var.add(inputs.eps).rsqrt_()
+    _normalize(slabs, slabs.parts(values), y, mean, rho, inputs, far(observed_mean, rho))
+    return cast(y, inputs.x.dtype)
 
 
 def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:

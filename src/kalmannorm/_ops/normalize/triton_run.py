@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import blocks_of, power, processors_of
+from kalmannorm._ops.normalize import triton_again
 from kalmannorm._ops.normalize import triton_backward as gradient
 from kalmannorm._ops.normalize import triton_forward as norm
 from kalmannorm._ops.normalize import triton_on_chip as held
@@ -93,6 +94,36 @@ def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
         partial, count, mean, var, G, C, how.splits
     )
     return mean, var
+
+
+def again(inputs: Inputs, mean: Tensor, var: Tensor, observed_mean: Tensor) -> Tensor:
+    """As `aten.again`, in one launch."""
+    x, _, _, _, weight, bias, statistics_batch_size, eps, residual, relu = inputs
+    shape = shape_of(x, statistics_batch_size)
+    how = observing(shape, processors_of(x), wide=x.dtype == torch.float32)
+    (weight, bias, *_), row_strides = laid_out(weight, bias, None, None, None)
+    y = torch.empty_like(x)
+    if residual is not None and residual.stride() != x.stride():
+        residual = torch.empty_like(x).copy_(residual)
+    launch = again_launch(shape, how, x.device, row_strides, eps, relu, residual is not None)
+    launch(x, y, residual, weight, bias, mean, var)
+    return y
+
+
+@functools.lru_cache(maxsize=KEPT)
+def again_launch(
+    shape: Shape, how: Launch, device: torch.device, row_strides: RowStrides, eps: float, relu: bool, residual: bool
+) -> Ready:
+    numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks, *row_strides.numbers[:2], eps
+    options = tile_of(shape, how, device) | {
+        "K": how.K,
+        "WEIGHT": row_strides.weight is not None,
+        "BIAS": row_strides.bias is not None,
+        "RELU": relu,
+        "RESIDUAL": residual,
+    }
+    grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
+    return Ready(triton_again.again_kernel, grid, numbers, options)
 
 
 def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:
