@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ def normalize(
     eps: float,
     residual: Tensor | None = None,
     relu: bool = False,
+    region: Any = None,
 ) -> tuple[Tensor, Moments, Moments]:
     """Output, posterior and observation of the diagonal op. Arguments must be checked already.
 
-    γ and β are (C,), or (G, C) with one row per group.
+    γ and β are (C,), or (G, C) with one row per group. With a `region` the output gets a recipe: see
+    `_ops/normalize/recipes.py`.
     """
     size = statistics_batch_size
     # The op has no groups of m + 1 examples. Such an x has one value per example and channel, so it is small.
@@ -51,7 +53,7 @@ def normalize(
         mean, var = cast(prior.mean, dtype), cast(prior.var, dtype)
         gain = None if gain is None else cast(gain, dtype)
     x = x.contiguous(memory_format=registered.memory_format_of(x))
-    y, *moments = registered.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu)
+    y, *moments = registered.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu, region=region)
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
 

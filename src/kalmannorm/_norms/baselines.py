@@ -145,7 +145,10 @@ class BatchRenorm(GroupedNorm):
         with torch.no_grad():
             observation = observe(x, self.statistics_batch_size, join_last=True)
         affine, size = self._affine(observation), self.statistics_batch_size
-        return normalize(x, None, None, *affine, statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu)
+        return normalize(
+            x, None, None, *affine, statistics_batch_size=size, eps=self.eps,
+            residual=residual, relu=relu, region=self._region(),
+        )  # fmt: skip
 
     def _normalize_plainly(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None

@@ -32,7 +32,7 @@ from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._ops.snapshot import snapshot
-from kalmannorm._support.activation_checkpoints import first_seen, recompute_id
+from kalmannorm._support.activation_checkpoints import first_seen, recompute_id, region
 from kalmannorm._support.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm._support.tracing import jit_traces
 from kalmannorm.functional import normalize, observe
@@ -69,6 +69,8 @@ class GroupedNorm(TrackedNorm):
     inference_modes: tuple[Inference, ...] = INFERENCE_MODES
     then: tuple[str, ...] = ()
     """Children that are applied to the result, in order. A converted norm class had them after normalizing."""
+    rebuilds: bool = False
+    """Whether layers may compute its output again in the backward instead of keeping it. `fuse` sets it."""
     example_batch_size: int | None = None
     """m of `example` inference. None: the statistics batch of training."""
     closing: ClosingState
@@ -330,9 +332,13 @@ class GroupedNorm(TrackedNorm):
         if self.closes:
             return self._normalize_closing(x, prior, gain, (weight, bias), residual, relu)
         return normalize(
-            x, prior, gain, weight, bias,
-            statistics_batch_size=self.statistics_batch_size, eps=self.eps, residual=residual, relu=relu,
+            x, prior, gain, weight, bias, statistics_batch_size=self.statistics_batch_size, eps=self.eps,
+            residual=residual, relu=relu, region=self._region(),
         )  # fmt: skip
+
+    def _region(self) -> Any:
+        """Where the output may be computed again: see `functional.normalize`."""
+        return region() if self.rebuilds and not torch.compiler.is_compiling() else None
 
     def _apply_posterior(self, x: Tensor, posterior: Moments, observation: Moments) -> Tensor:
         """Normalize with a posterior that was computed elsewhere."""

@@ -26,7 +26,7 @@ from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._running.tracking_together import Update, track_together
-from kalmannorm._support.activation_checkpoints import saved_tensors_hooked
+from kalmannorm._support.activation_checkpoints import OUTSIDE, saved_tensors_hooked
 from kalmannorm._support.changes import Changes
 from kalmannorm._support.checks import check_enough_values
 from kalmannorm._wiring.program import Context
@@ -166,7 +166,8 @@ class ShortForward:
         kernels = place.kernels[key]
         if kernels is None or kernels.groups != block.layout.groups[index]:  # m may change inside a forward
             return None
-        y = normalize(x, block.rows[index], residual, (kernels, block.memory, block.layout.starts[index]))
+        start, region = block.layout.starts[index], OUTSIDE if norm.rebuilds else None
+        y = normalize(x, block.rows[index], residual, kernels, block.memory, start, region)
         block.ran.add(index)
         if place.tracks:
             block.untracked[index] = kernels.values

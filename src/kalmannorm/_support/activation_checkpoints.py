@@ -59,6 +59,25 @@ def segments() -> list[Segment]:
     return found if top is None or id(top.key) in known else [top, *found]
 
 
+class _Outside:
+    def __repr__(self) -> str:
+        return "outside all segments"
+
+
+OUTSIDE = _Outside()
+
+
+def region() -> Any:
+    """The innermost segment whose saved-tensor hooks are active, or OUTSIDE. It is the same in the recomputation.
+
+    A checkpoint counts the tensors that its segment saves. So only tensors of the same region may decide what is saved.
+    """
+    if not saved_tensors_hooked():
+        return OUTSIDE
+    running = segments()
+    return running[0].key if running else OUTSIDE
+
+
 @dataclass
 class _Seen:
     """The values that one owner's forwards read in a segment, in order. `again` counts reads in the recomputation."""

@@ -217,7 +217,8 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if is_fused(module):
             module.__class__ = module._fused_from  # type: ignore[assignment]
-        vars(module).pop(REPORT, None)
+        for name in (REPORT, "rebuilds"):
+            vars(module).pop(name, None)
 
 
 @contextmanager

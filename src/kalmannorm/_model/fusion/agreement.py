@@ -34,16 +34,15 @@ def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[
     """The modules whose programs give other results than their own forward, with the difference. `model` is unfused."""
     if not programs:
         return {}
-    subject, given, limit, own = _subject(model, example_input)
+    subject, given, limit, own = subject_of(model, example_input)
 
     def difference(chosen: Programs) -> str | None:
         try:
             for name, program in chosen:
                 fuse_module(subject.get_submodule(name), program)
-            for training, results in own.items():
-                place = _difference(results, _results(subject, given, training), limit)
-                if place is not None:
-                    return f"if fused, its {place} in {'training' if training else 'inference'} would differ"
+            place = differs(subject, given, limit, own)
+            if place is not None:
+                return f"if fused, its {place} would differ"
         except Exception as error:  # any error: the program contains the user's code
             return f"if fused, it would not run: {next(iter(str(error).splitlines()), type(error).__name__)}"
         finally:
@@ -58,7 +57,16 @@ def differing(model: nn.Module, example_input: Any, programs: Programs) -> dict[
     return {name: reason for name, reason in found.items() if reason} | {name: together for name, _ in kept if together}
 
 
-def _subject(model: nn.Module, example_input: Any) -> tuple[nn.Module, Any, float, dict[bool, Results]]:
+def differs(subject: nn.Module, given: Any, limit: float, own: dict[bool, Results]) -> str | None:
+    """The results that now differ from the model's own, and the mode."""
+    for training, results in own.items():
+        place = _difference(results, _results(subject, given, training), limit)
+        if place is not None:
+            return f"{place} in {'training' if training else 'inference'}"
+    return None
+
+
+def subject_of(model: nn.Module, example_input: Any) -> tuple[nn.Module, Any, float, dict[bool, Results]]:
     """The model to run, its arguments, the tolerance, and its own results in each mode."""
     given = arguments(example_input)
     try:

@@ -13,7 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kalmannorm._model.fusion.agreement import differing
+from kalmannorm._model.fusion.saving import save_where_possible
 from kalmannorm._model.fusion.symbolic import NotTraceableError, arguments_of
 from kalmannorm._model.fusion.units import Units, find_units
 from kalmannorm._model.settings import norms, require_norms
@@ -31,20 +32,29 @@ from kalmannorm._wiring.recording.untouched import untouched
 
 @dataclass(frozen=True)
 class Fusion:
-    """The result of `fuse`: for each norm, by name, what it is fused with, or why it is not fused."""
+    """The result of `fuse`: for each norm, by name, what it is fused with, or why it is not fused.
+
+    With `save_memory`, `saved` names the layers that keep no output of the norm, and `kept` says why other outputs are
+    kept.
+    """
 
     fused: dict[str, str]
     left: dict[str, str]
+    saved: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.fused.values())
         kinds = ", ".join(f"{count} with {kind}" for kind, count in sorted(counts.items()))
         total = len(self.fused) + len(self.left)
         lines = [f"{len(self.fused)} of {total} norms fused" + (f": {kinds}" if kinds else "")]
-        return "\n".join(lines + [f"left {name}: {reason}" for name, reason in self.left.items()])
+        lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
+        if self.saved or self.kept:
+            lines.append(f"outputs of {len(self.saved)} of {total} norms computed again in the backward")
+        return "\n".join(lines + [f"kept of {name}: {reason}" for name, reason in self.kept.items()])
 
 
-def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.Module:
+def fuse(model: nn.Module, example_input: Any, *, save_memory: bool = False, inplace: bool = False) -> nn.Module:
     """Run norm and ReLU, or norm, sum and ReLU, in one pass where this is safe. The results stay the same.
 
     These stay the same: classes (a fused module gets a subclass of its class), names, parameters, buffers, state dict,
@@ -64,6 +74,9 @@ def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.M
     Args:
         model: a converted model, or one with ghost or renorm norms.
         example_input: the model's input, as for `convert`.
+        save_memory: outputs of norms that convolutions, linear layers and max pools read are not kept for the backward.
+            They are computed again from the inputs of the norms, with the same bits. `model.fusion` shows where. A
+            compiled model keeps them.
         inplace: fuse this model instead of a copy.
     """
     _check(model)
@@ -81,7 +94,11 @@ def fuse(model: nn.Module, example_input: Any, *, inplace: bool = False) -> nn.M
             excluded |= refused
         for unit in units.found:
             fuse_module(unit.module, unit.program)
-        vars(model)[REPORT] = _report(model, units, calls)
+        report = _report(model, units, calls)
+        if save_memory:
+            saving = save_where_possible(model, example_input)
+            report = replace(report, saved=saving.saved, kept=saving.kept)
+        vars(model)[REPORT] = report
     return model
 
 

@@ -17,7 +17,7 @@ class AtenRows:
     masked = False
 
     def __init__(self, x: Tensor, size: int, eps: float, *, residual: bool, relu: bool, pitch: int) -> None:
-        self.size, self.eps, self.residual, self.keeps_output = size, eps, residual, relu
+        self.size, self.eps, self.residual, self.relu, self.keeps_output = size, eps, residual, relu, relu
         self.channels = x.shape[1]
         self.groups = group_count(x.shape[0], group_size(x.shape[0], size))
         self.values = x.numel() // self.channels

@@ -19,6 +19,7 @@ from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm._ops.dispatch import kernels_for, on_device_of
 from kalmannorm._ops.normalize import exportable, naive
 from kalmannorm._ops.normalize.arguments import BACKWARD, FORWARD, BackwardInputs, Inputs, Results
+from kalmannorm._ops.normalize.recipes import Plan, Tensors, give, keep, plan_of
 from kalmannorm.moments import Moments
 
 
@@ -76,8 +77,13 @@ def _(*flat: Any) -> list[Tensor]:
     return gradients
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save in an autograd context what `differentiate` needs."""
+def save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], plan: Plan | None = None, rest: Tensors = ()
+) -> None:
+    """Save in an autograd context what `differentiate` needs.
+
+    With a plan, y is not kept. `rest` are the tensors of its residual.
+    """
     inputs, results = Inputs(*inputs), Results(*output)
     ctx.set_materialize_grads(False)
     ctx.statistics_batch_size, ctx.eps, ctx.relu = inputs.statistics_batch_size, inputs.eps, inputs.relu
@@ -85,11 +91,20 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # because kernels on a GPU read x anyway. On a CPU this would need another pass, so y is used there too.
     adds = inputs.residual is not None
     ctx.mask_first = ctx.relu and not adds and inputs.x.device.type == "cpu"
-    keeps_y = ctx.relu and (adds or ctx.mask_first)
-    bias = inputs.bias if ctx.relu and not keeps_y else None
-    ctx.save_for_backward(*inputs[:5], bias, results.y if keeps_y else None, *results[1:])
+    ctx.needs_y = needs_output(inputs)
+    ctx.plan = plan
+    if plan is not None and ctx.needs_y:
+        ctx.save_for_backward(*inputs[:6], None, *results[1:], *rest)
+    else:
+        bias = inputs.bias if ctx.relu and not ctx.needs_y else None
+        ctx.save_for_backward(*inputs[:5], bias, results.y if ctx.needs_y else None, *results[1:])
     ctx.bias = (0, None, None) if inputs.bias is None else (_rows(inputs.bias), inputs.bias.shape, inputs.bias.dtype)
     ctx.residual = None if inputs.residual is None else inputs.residual.dtype
+
+
+def needs_output(inputs: Inputs) -> bool:
+    """Whether the backward reads y, for the mask of a ReLU."""
+    return inputs.relu and (inputs.residual is not None or inputs.x.device.type == "cpu")
 
 
 def _rows(parameter: Tensor) -> int:
@@ -101,6 +116,13 @@ def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients with respect to all arguments of the op, from those of its results."""
     x, prior_mean, prior_var, gain, weight, bias, y, *moments = ctx.saved_tensors
     rows, shape, dtype = ctx.bias
+    if ctx.plan is not None:
+        moments, rest = moments[:4], moments[4:]
+        if ctx.needs_y:
+            if grads[0] is not None:
+                y = ctx.plan.take((x, prior_mean, prior_var, gain, weight, bias, *moments, *rest))
+            bias = None
+        ctx.plan.release()
     relu = ctx.relu and not ctx.mask_first
     if ctx.mask_first:
         grads = None if grads[0] is None else torch.ops.aten.threshold_backward(grads[0], y, 0), *grads[1:]
@@ -132,19 +154,62 @@ class _Node(torch.autograd.Function):
     """The autograd node of the op without torch's dispatcher, which costs as much as a small batch."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, planned: tuple[Plan | None, Tensors], *inputs: Any) -> tuple[Tensor, ...]:
         output = forward(*inputs)
-        save(ctx, inputs, output)
+        save(ctx, inputs, output, *planned)
         return output
 
-    backward = staticmethod(differentiate)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *differentiate(ctx, *grads)
 
 
-def run(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`batch_kalman_norm` on all its arguments, through the dispatcher only if necessary."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = (
-        batch_kalman_norm(*inputs) if watched(inputs[0]) else _Node.apply(*inputs)  # type: ignore[no-untyped-call]
-    )
+class _Formula:
+    """y of the op from all its tensors and its moments."""
+
+    def __init__(self, statistics_batch_size: int, eps: float, relu: bool) -> None:
+        self.size, self.eps, self.relu = statistics_batch_size, eps, relu
+
+    def again(self, tensors: Sequence[Any], residual: Tensor | None) -> Tensor:
+        x, _, _, _, weight, bias, mean, var, observed_mean, _ = tensors
+        inputs = Inputs(x, None, None, None, weight, bias, self.size, self.eps, residual, self.relu)
+        return again(inputs, mean, var, observed_mean)
+
+    def attached(self, tensors: Sequence[Any], residual: Tensor | None) -> Tensor:
+        y: Tensor = batch_kalman_norm(*tensors[:6], self.size, self.eps, residual, self.relu)[0]
+        return y
+
+
+def again(inputs: Inputs, mean: Tensor, var: Tensor, observed_mean: Tensor) -> Tensor:
+    """The output of a norm once more."""
+    with on_device_of(inputs.x):
+        y: Tensor = kernels_for(inputs.x, inputs.statistics_batch_size).again(inputs, mean, var, observed_mean)
+    return y
+
+
+def run(*inputs: Any, region: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`batch_kalman_norm` on all its arguments, through the dispatcher only if necessary.
+
+    `region`: y gets a recipe for readers in this region. None: y is kept by everyone who needs it.
+    """
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    if watched(inputs[0]):
+        results = batch_kalman_norm(*inputs)
+        return results
+    if region is None or not torch.is_grad_enabled():
+        results = _Node.apply((None, ()), *inputs)  # type: ignore[no-untyped-call]
+        return results
+    given = Inputs(*inputs)
+    formula = _Formula(given.statistics_batch_size, given.eps, given.relu)
+    planned = plan_of(formula, 10, given.residual, region)
+    results = _Node.apply(planned or (None, ()), *inputs)  # type: ignore[no-untyped-call]
+    y, needed = results[0], needs_output(given)
+    if planned is not None and y.requires_grad:
+        plan, rest = planned
+        plan.readers += needed
+        give(y, plan, (*inputs[:6], *results[1:], *rest), region)
+    elif needed:
+        keep(y, region)
     return results
 
 

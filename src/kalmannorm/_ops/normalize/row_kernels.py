@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from kalmannorm._ops.normalize.recipes import Plan, Tensors
+
 
 class Scratch:
     """Memory between two launches of one norm. All norms of a bundle use the same, one after the other."""
@@ -33,6 +35,7 @@ class RowKernels(Protocol):
     keeps_output: bool
     groups: int
     masked: bool
+    relu: bool
     residual: bool
     values: int
     size: int
@@ -47,5 +50,7 @@ class RowKernels(Protocol):
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
-Run = tuple[RowKernels, Memory, int]
-"""The kernels, the shared memory, and where the moments of this norm begin."""
+Planned = tuple[Plan, Tensors]
+"""How y is computed again, and the tensors of its residual for that."""
+Run = tuple[RowKernels, Memory, int, Planned | None]
+"""The kernels, the shared memory, where the moments of this norm begin, and how y is computed again, if it is."""

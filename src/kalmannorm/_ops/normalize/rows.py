@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.normalize.arguments import BackwardInputs, Inputs, Results
-from kalmannorm._ops.normalize.registered import batch_kalman_norm_backward, watched
-from kalmannorm._ops.normalize.row_kernels import Memory, Run
+from kalmannorm._ops.normalize.recipes import give, keep, plan_of
+from kalmannorm._ops.normalize.registered import again, batch_kalman_norm, batch_kalman_norm_backward, watched
+from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Run
 
 
 class Normalize(torch.autograd.Function):
@@ -22,21 +23,25 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Run) -> Tensor:
-        kernels, memory, start = run
+        kernels, memory, start, planned = run
         y = kernels.forward(x, rows, residual, memory, start)
-        ctx.run = kernels, memory.scratch, start
+        ctx.run = kernels, memory.scratch, start, None if planned is None else planned[0]
         # The moments are saved as tensors are, so that a backward frees them even if the graph lives on.
         if kernels.keeps_output:
-            ctx.save_for_backward(x, rows, memory.moments, y)
+            ctx.save_for_backward(x, rows, memory.moments, *([y] if planned is None else planned[1]))
         else:
             ctx.save_for_backward(x, rows, memory.moments)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, scratch, start = ctx.run
+        kernels, scratch, start, plan = ctx.run
         x, rows, moments, *rest = ctx.saved_tensors
-        y = rest[0] if rest else None
+        y = None
+        if kernels.keeps_output:
+            y = rest[0] if plan is None else plan.take((x, rows, moments, *rest))
+        if plan is not None:
+            plan.release()
         if grad_y.__class__ is not Tensor or torch.is_grad_enabled() or watched(x):
             how = kernels.size, kernels.eps, kernels.masked
             kept = kernels.moments(moments, start)
@@ -78,5 +83,42 @@ def registered_backward(given: BackwardInputs) -> list[Tensor]:
     return found
 
 
-normalize: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply
+class _Formula:
+    """y from x, the rows of a norm and its moments."""
+
+    def __init__(self, kernels: RowKernels, start: int) -> None:
+        self.kernels, self.start = kernels, start
+
+    def again(self, tensors: Sequence[Any], residual: Tensor | None) -> Tensor:
+        x, rows, moments = tensors
+        mean, var, observed_mean, _ = self.kernels.moments(moments, self.start)
+        size, eps, relu = self.kernels.size, self.kernels.eps, self.kernels.relu
+        return again(Inputs(x, None, None, None, rows[0], rows[1], size, eps, residual, relu), mean, var, observed_mean)
+
+    def attached(self, tensors: Sequence[Any], residual: Tensor | None) -> Tensor:
+        x, rows, _ = tensors
+        weight, bias, mean, var, gain = rows.unbind(0)
+        how = self.kernels.size, self.kernels.eps, residual, self.kernels.relu
+        y: Tensor = batch_kalman_norm(x, mean, var, gain, weight, bias, *how)[0]
+        return y
+
+
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply
 """`Normalize.apply` without its checks for `torch.func`. The caller has made them."""
+
+
+def normalize(
+    x: Tensor, rows: Tensor, residual: Tensor | None, kernels: RowKernels, memory: Memory, start: int, region: Any
+) -> Tensor:
+    """y. It gets a recipe for readers in `region`, if one is given."""
+    if region is None or not torch.is_grad_enabled():
+        return _apply(x, rows, residual, (kernels, memory, start, None))
+    planned = plan_of(_Formula(kernels, start), 3, residual, region)
+    y = _apply(x, rows, residual, (kernels, memory, start, planned))
+    if planned is not None and y.requires_grad:
+        plan, rest = planned
+        plan.readers += kernels.keeps_output
+        give(y, plan, (x, rows, memory.moments, *rest), region)
+    elif kernels.keeps_output:
+        keep(y, region)
+    return y

@@ -30,7 +30,7 @@ class TritonRows:
         self.values = x.numel() // shape.C  # per channel
         self.index = x.device.index
         self.strides, self.size, self.eps = x.stride(), size, eps
-        self.residual, self.keeps_output = residual, residual and relu
+        self.relu, self.residual, self.keeps_output = relu, residual, residual and relu
         mask = 0 if relu and not residual else None  # the backward reads β only for the mask of a ReLU
         strides = RowStrides(0, 0, 0, 0, 1)
         how = launch_for(shape, processors, residual=residual, wide=wide)
