@@ -7,11 +7,12 @@
     BKN checkpoints           fused, and every block in an activation checkpoint
     BKN both                  saving, and every block in an activation checkpoint
 
-On a GPU a row has the peak of an eager step, the time of a step as a CUDA graph, and the bytes that autograd keeps.
-All ways of a net take turns. On a CPU it has only the bytes that autograd keeps: they are counted at two batch sizes,
-and grow linearly with the batch. With checkpoints these are the inputs of blocks; the backward adds what one block
-keeps. With `--limit 24` it searches the largest batch whose step fits so many GiB, instead of timing. Rows are written after each net. Nets that the file contains
-already are skipped, and no net is begun after `--minutes`.
+On a GPU a row has the peak of an eager step, the time of a step as a CUDA graph and in eager mode, and the bytes that
+autograd keeps. All ways of a net take turns. Steps with checkpoints are timed in eager mode only. On a CPU a row has
+only the bytes that autograd keeps: they are counted at two batch sizes, and grow linearly with the batch. With
+checkpoints these are the inputs of blocks; the backward adds what one block keeps. With `--limit 24` it searches the
+largest batch whose step fits so many GiB, instead of timing. Rows are written after each net. Nets that the file
+contains already are skipped, and no net is begun after `--minutes`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kalmannorm._support.kept_tensors import kept_tensors
 from kalmannorm.lab.bench.output import write_csv
 from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Contender, Entry
 from kalmannorm.lab.bench.timing import Timed, timed
-from kalmannorm.lab.bench.turns import ratios, spread, take_turns
+from kalmannorm.lab.bench.turns import Seconds, ratios, spread, take_turns
 from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.machine.origin import origin
 from kalmannorm.lab.recipes.setting import Setting
@@ -55,7 +56,9 @@ def checkpointed(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ in BLOCKS:
             # Not an assignment: a fused module would return to its own forward.
-            vars(module)["forward"] = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            vars(module)["forward"] = functools.partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+            )
     return model
 
 
@@ -104,9 +107,10 @@ def measure(case: Case, rounds: int) -> list[Record]:
         print(f"{case.model}, {way}: {size:.0f} MiB kept", flush=True)
         rows.append({"kept_mib": round(size, 1), "kept_tensors": number})
         gc.collect()
-    peaks, times = [None] * len(models), {way: [] for way in models}
+    nothing: dict[str, list[Seconds]] = {way: [] for way in models}
+    peaks, graphs, eager = [None] * len(models), nothing, nothing
     if case.device.type == "cuda":
-        peaks, times = timed_steps(case, models, rounds)
+        peaks, graphs, eager = timed_steps(case, models, rounds)
     result = []
     for (way, _), row, peak in zip(models.items(), rows, peaks, strict=True):
         share = round(row["kept_mib"] / rows[0]["kept_mib"], 3)
@@ -116,31 +120,44 @@ def measure(case: Case, rounds: int) -> list[Record]:
                 "precision": case.precision, "device": str(case.device), "way": way, **row, "kept_ratio": share,
                 "peak_mib": None if peak is None else round(peak / 2**20, 1),
                 "peak_ratio": None if peak is None else round(peak / peaks[0], 3),
-                **spread("ms", [1e3 * seconds.clock for seconds in times[way]]),
-                **spread("ratio", ratios(times[way], times[BATCHNORM])),
+                **_times("", graphs, way), **_times("eager_", eager, way),
                 "rounds": rounds,
             }
         )  # fmt: skip
     return result
 
 
-def timed_steps(case: Case, models: dict[str, nn.Module], rounds: int) -> tuple[list[int], dict]:
+def _times(prefix: str, times: dict[str, list[Seconds]], way: str) -> Record:
+    own = times.get(way, [])
+    return {
+        **spread(f"{prefix}ms", [1e3 * seconds.clock for seconds in own]),
+        **spread(f"{prefix}ratio", ratios(own, times[BATCHNORM]) if own else []),
+    }
+
+
+def timed_steps(
+    case: Case, models: dict[str, nn.Module], rounds: int
+) -> tuple[list[int], dict[str, list[Seconds]], dict[str, list[Seconds]]]:
+    """Peaks, and the seconds of steps as CUDA graphs and in eager mode."""
     images, labels = case.batch()
     setting = Setting(case.gradient_batch, 2)
     contenders = {way: Contender(case, Entry(way, setting), model, images, labels) for way, model in models.items()}
-    peaks = []
+    peaks, direct = [], dict[str, Timed]()
     for way, contender in contenders.items():
         contender.step()
         peaks.append(contender.peak())
         print(f"{case.model}, {way}: peak {peaks[-1] / 2**20:.0f} MiB", flush=True)
+        direct[way] = timed(contender.timed, case.device, graph=False, sample=SAMPLE)
+    eager = take_turns({way: each.seconds for way, each in direct.items()}, rounds)
     pool, ready = torch.cuda.graph_pool_handle(), dict[str, Timed]()
     for way, contender in contenders.items():
         contender.optimizer.zero_grad()
-        ready[way] = timed(contender.timed, case.device, graph=True, sample=SAMPLE, pool=pool)
-    times = take_turns({way: each.seconds for way, each in ready.items()}, rounds)
-    for way, seconds in times.items():
+        if way not in (CHECKPOINTS, BOTH):
+            ready[way] = timed(contender.timed, case.device, graph=True, sample=SAMPLE, pool=pool)
+    graphs = take_turns({way: each.seconds for way, each in ready.items()}, rounds)
+    for way, seconds in graphs.items():
         print(f"{case.model}, {way}: {1e3 * min(each.clock for each in seconds):.2f} ms", flush=True)
-    return peaks, times
+    return peaks, graphs, eager
 
 
 def largest(case: Case, limit: float) -> list[Record]:
@@ -148,9 +165,8 @@ def largest(case: Case, limit: float) -> list[Record]:
     total = torch.cuda.get_device_properties(case.device).total_memory
     torch.cuda.set_per_process_memory_fraction(limit * 2**30 / total, case.device)
     rows: list[Record] = []
-    models = build(case)
-    for way in list(models):
-        model = models.pop(way).train()
+    for way, model in {way: model.cpu() for way, model in build(case).items()}.items():
+        model.to(case.device).train()
 
         def peak(batch: int, model: nn.Module = model, way: str = way) -> int | None:
             """Peak of a step in bytes, or None if it does not fit."""
@@ -163,7 +179,9 @@ def largest(case: Case, limit: float) -> list[Record]:
                 found: int = contender.peak()
                 contender.optimizer.zero_grad()
                 return found
-            except torch.cuda.OutOfMemoryError:
+            except RuntimeError as error:
+                if not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDNN" not in str(error).upper():
+                    raise
                 model.zero_grad()
                 return None
 
@@ -177,7 +195,7 @@ def largest(case: Case, limit: float) -> list[Record]:
                 "ratio": round(fits / first, 3),
             }
         )  # fmt: skip
-        del model
+        model.cpu()
     return rows
 
 

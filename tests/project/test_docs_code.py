@@ -49,6 +49,7 @@ model = Experts()
 GIVEN = {
     "conversion.md": [NET + "example_input = x", NET + PARTS + "fresh()", EXPERTS],
     "deployment.md": [NET],
+    "memory.md": [NET],
     "performance.md": [
         NET,
         NET + "batches = [(x, torch.tensor([0, 1]))]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
