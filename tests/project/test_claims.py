@@ -41,9 +41,6 @@ def test_how_close_fused_numbers_stay():
     for part in ("logits", "gradients"):
         errors = [bf16["error"][part], bf16["fused_error"][part]]
         assert 0.5 * min(errors) < bf16["difference"][part] < 2 * max(errors), "about as much as from float64"
-    rows = measured.read(measured.RECORDS / "loops-h200.csv")
-    losses = {row["method"]: f"{float(row['loss']):.3f}" for row in rows}
-    assert f"the losses were {losses['bkn']} unfused and {losses['bkn fused']} fused" in text("docs/performance.md")
 
 
 def test_what_the_readme_says_of_cifar():
@@ -80,7 +77,10 @@ def ratios(record: str, **wanted: str) -> dict[str, str]:
 def test_the_speed_on_a_gpu(way):
     found = ratios("graphed-resnet101-h200.csv", way=way, m="2", shape="32x3x224x224")
     bkn, fused = found[f"bkn {way}"], found[f"bkn fused {way}"]
-    row = {"eager": "eager loop (ResNet-101,", "make_graphed_callables": "CUDA graphs of torch,"}[way]
+    row = {
+        "eager": "eager loop (ResNet-101,",
+        "make_graphed_callables": "the same, both with `torch.cuda.make_graphed_callables`",
+    }[way]
     assert re.search(rf"\| {re.escape(row)}[^|]*\| {bkn} \| {fused} \|", text("README.md"))
     assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
     if way == "eager":

@@ -12,7 +12,7 @@ from kalmannorm.lab.machine.origin import command
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("script", ["docs/figures/measure.py", "benchmarks/loops.py"])
+@pytest.mark.parametrize("script", ["docs/figures/measure.py", "benchmarks/graphed.py"])
 def test_a_script_of_the_checkout_is_named_with_its_folder(monkeypatch, script):
     monkeypatch.setattr(sys, "argv", [str(ROOT / script), "sizes"])
     assert command() == f"python {script} sizes"
