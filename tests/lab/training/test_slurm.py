@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -126,10 +127,22 @@ def test_the_batch_script_of_a_comparison(cluster, tmp_path):
     words += ["--seeds", "1", "--epochs", "1", "--train-examples", "128", "--device", "cpu", "--threads", "1"]
     dask = f"{cluster['PATH']}{os.pathsep}{Path(sys.executable).parent}"
     own = cluster | {"PATH": dask, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [*words, "--out", str(folder)], env=own, capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    words += ["--out", str(folder)]
+    with subprocess.Popen(
+        words,
+        env=own,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    ) as job:
+        try:
+            _, errors = job.communicate(timeout=300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left of the job
+                os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 0, errors
     assert len(list(folder.glob("*/result.json"))) == 2
     assert (folder / "report.html").is_file()
     assert not list(tmp_path.glob("scheduler-*.json"))
