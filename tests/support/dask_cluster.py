@@ -43,16 +43,3 @@ class LocalCluster:
         for process in [*self.workers, self.scheduler]:
             process.kill()
             process.wait()
-
-
-def children(process: int) -> list[int]:
-    """Process ids of the children of a process; Linux only, from /proc."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
-            continue
-        if parent == process:
-            found.append(int(entry.name))
-    return found

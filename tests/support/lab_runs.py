@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import safetensors.torch
 import torch
 
@@ -54,15 +55,11 @@ def kalmannorm(
 
 
 def workers(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks that a torchrun process has started, by rank; Linux only, from /proc."""
+    """Process ids of the ranks that a torchrun process has started, by rank."""
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (entry / "environ").read_bytes().split(b"\0") if parent == process.pid else []
-        except OSError:  # it has ended
-            continue
-        found |= {int(word[5:]): int(entry.name) for word in words if word.startswith(b"RANK=")}
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found |= {int(rank): child.pid for rank in [child.environ().get("RANK")] if rank is not None}
     return found
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from kalmannorm.lab.recipes.presets import preset
 from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.recipes.setting import Setting
 from support import cells_trainers as trainers
-from support.dask_cluster import LocalCluster, children
+from support.dask_cluster import LocalCluster
 from support.lab_runs import ENVIRONMENT, numbers, weights
 from support.saying import said
 from support.wide import narrow, wide
@@ -63,8 +64,9 @@ def test_two_workers_one_killed_every_cell_once_the_same_numbers(cluster, tmp_pa
         """The machine of a worker is lost, with the cell that it trains, after the first checkpoint of this cell."""
         for name, _ in CELLS if eventually(lambda: _at_work(there, victim.pid)) else ():
             if any(parent == victim.pid for _, parent in begun(there / name)) and checkpoint.checkpoints(there / name):
-                for process in [victim.pid, *children(victim.pid)]:
-                    os.kill(process, signal.SIGKILL)
+                worker = psutil.Process(victim.pid)
+                for process in [*worker.children(), worker]:
+                    process.kill()
                 killed.append(name)
                 return
 
