@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kalmannorm
+from kalmannorm._ops.normalize import aten
 from kalmannorm._support.kept_tensors import kept_tensors
 from support import two_ranks
 from support.fusion_nets import NETS, assert_same, converted, images, trained
@@ -98,8 +99,6 @@ def test_the_report_says_what_is_saved_where():
 
 
 def test_every_output_is_computed_once(monkeypatch):
-    from kalmannorm._ops.normalize import aten
-
     calls = []
     again = aten.again
     monkeypatch.setattr(aten, "again", lambda *given: calls.append(1) or again(*given))
@@ -181,6 +180,31 @@ def test_only_some_parameters_learn():
     assert_same(*results, 0)
 
 
+@pytest.mark.parametrize("mode", ["population", "batch", "example"])
+def test_gradients_in_every_inference(mode):
+    x = images()
+    results = []
+    for model in small(x, 2):
+        model(x)
+        kalmannorm.set_inference(model.eval(), mode)
+        results.append(gradients(model, x))
+    assert_same(*results, 0)
+
+
+def test_functional_gradients():
+    x = images()
+    results = []
+    for model in small(x, 1):
+        parameters = dict(model.named_parameters())
+        kalmannorm.set_inference(model.eval(), "batch")
+
+        def loss(parameters, model=model):
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        results.append(list(torch.func.grad(loss)(parameters).values()))
+    assert_same(*results, 1e-10)
+
+
 def test_writes_into_an_output():
     """A changed output is not what the norm would compute again."""
 
@@ -198,7 +222,9 @@ def test_writes_into_an_output():
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
     torch.manual_seed(0)
     model = kalmannorm.convert(Writes().double(), x, statistics_batch_size=2)
-    assert_same(gradients(fused(model, x), x), gradients(model, x))
+    saving = fused(model, x)
+    assert saving.fusion.kept == {"norm": "its output is kept"}  # and not because a copy had other results
+    assert_same(gradients(saving, x), gradients(model, x))
 
 
 def test_a_changed_input_of_a_norm_is_noticed():
@@ -215,10 +241,18 @@ def test_a_changed_input_of_a_norm_is_noticed():
 
 
 @pytest.mark.parametrize("to", ["kalman", "ghost"])
-def test_memory_is_free_after_the_backward(to):
+def test_memory_is_free_after_the_backward(to, monkeypatch):
     x = images()
     _, saving = small(x, to=to)
-    inputs = []
+    inputs, rebuilt = [], []
+    again = aten.again
+
+    def noted(*given):
+        y = again(*given)
+        rebuilt.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    monkeypatch.setattr(aten, "again", noted)
     for module in saving.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
@@ -227,7 +261,8 @@ def test_memory_is_free_after_the_backward(to):
     try:
         loss = saving(x).sum()
         loss.backward()  # the graph lives on in `loss`
-        assert len(inputs) == 13 and not any(each() is not None for each in inputs)
+        assert (len(inputs), len(rebuilt)) == (13, 13)
+        assert not any(each() is not None for each in inputs + rebuilt)
     finally:
         gc.enable()
 

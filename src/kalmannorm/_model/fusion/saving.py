@@ -195,17 +195,17 @@ def save_memory(model: nn.Module, keeping: Mapping[str, str]) -> None:
 def _seen(model: nn.Module, given: Any) -> Saving:
     """Which outputs are kept, in a training forward on the example."""
     names = {id(module): name for name, module in model.named_modules()}
-    outputs: list[tuple[str, Tensor]] = []
+    outputs: list[tuple[str, Tensor, bool]] = []
     readers: dict[int, list[str]] = {}
 
-    def made(norm: nn.Module, _: Any, y: Any) -> None:
+    def made(norm: nn.Module, _: Any, given: dict[str, Any], y: Any) -> None:
         if isinstance(y, Tensor):
-            outputs.append((names[id(norm)], y))
+            outputs.append((names[id(norm)], y, given.get("residual") is not None))
 
     def reads(layer: nn.Module, given: tuple[Any, ...]) -> None:
         readers.setdefault(id(given[0]), []).append(names[id(layer)])
 
-    handles = [norm.register_forward_hook(made) for _, norm in norms(model)]
+    handles = [norm.register_forward_hook(made, with_kwargs=True) for _, norm in norms(model)]
     layers = [module for module in model.modules() if is_fused(module) and module._fused_from in _LAYERS]
     handles += [layer.register_forward_pre_hook(reads) for layer in layers]
     args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), given)
@@ -219,10 +219,10 @@ def _seen(model: nn.Module, given: Any) -> Saving:
             handle.remove()
 
 
-def _sorted(outputs: list[tuple[str, Tensor]], readers: dict[int, list[str]], storages: set[int]) -> Saving:
+def _sorted(outputs: list[tuple[str, Tensor, bool]], readers: dict[int, list[str]], storages: set[int]) -> Saving:
     saved: dict[str, str] = {}
     kept: dict[str, str] = {}
-    for name, y in outputs:
+    for name, y, adds in outputs:
         recipe, there = recipe_of(y, OUTSIDE), y.untyped_storage().data_ptr() in storages
         if recipe is not None and recipe.plan is not None:
             if there:
@@ -230,5 +230,5 @@ def _sorted(outputs: list[tuple[str, Tensor]], readers: dict[int, list[str]], st
             else:
                 saved[name] = ", ".join(readers.get(id(y), [])) or "itself"
         elif there:
-            kept[name] = KEPT_SUM if recipe is not None else KEPT_AS_BEFORE
+            kept[name] = KEPT_SUM if adds else KEPT_AS_BEFORE
     return Saving({name: by for name, by in saved.items() if name not in kept}, kept)
