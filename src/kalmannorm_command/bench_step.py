@@ -25,7 +25,10 @@ def step(
         ),
     ] = None,
     methods: Annotated[
-        str, typer.Option("--methods", "-m", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
+        str,
+        typer.Option(
+            "--methods", "-m", help="Comma-separated: bn, brn, mabn, on, gn, gn-ws, ln, in, bkn, bkn-learned."
+        ),
     ] = ("bn,bkn,bkn-learned"),
     fuse: Annotated[
         bool, typer.Option("--fuse/--no-fuse", help="Also time fused nets: norm, sum and ReLU in one pass.")

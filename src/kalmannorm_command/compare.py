@@ -25,7 +25,10 @@ def compare(
         typer.Option("--model", help=f"Net of the lab, torchvision or timm. See docs/data.md. [default: {OWN}]"),
     ] = None,
     methods: Annotated[
-        str, typer.Option("--methods", "-m", help="Comma-separated: bn, brn, gn, ln, in, bkn, bkn-learned.")
+        str,
+        typer.Option(
+            "--methods", "-m", help="Comma-separated: bn, brn, mabn, on, gn, gn-ws, ln, in, bkn, bkn-learned."
+        ),
     ] = "bn,brn,gn,bkn",
     settings: Annotated[
         list[str] | None,

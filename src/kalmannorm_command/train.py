@@ -26,7 +26,10 @@ def train(
         typer.Option("--model", help=f"Net of the lab, torchvision or timm. See docs/data.md. [default: {OWN}]"),
     ] = None,
     method: Annotated[
-        str | None, typer.Option("--method", help="Normalizer: bn, brn, gn, ln, in, bkn or bkn-learned. [default: bkn]")
+        str | None,
+        typer.Option(
+            "--method", help="Normalizer: bn, brn, mabn, on, gn, gn-ws, ln, in, bkn or bkn-learned. [default: bkn]"
+        ),
     ] = None,
     setting: Annotated[
         str | None,
