@@ -2,6 +2,7 @@
 
     python benchmarks/fine_tuning.py                                    # two small networks, on a CPU
     python benchmarks/fine_tuning.py --net resnet-20 --device cuda      # CIFAR-10 as a whole, on a GPU
+    python benchmarks/fine_tuning.py --tables                           # the tables of docs/conversion.md
 
 Finished fine-tunings are recorded, so a run can be interrupted.
 
@@ -23,11 +24,13 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured import markdown, placed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +42,7 @@ from kalmannorm.lab.machine.origin import origin
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "fine-tuning.jsonl"
+DOCUMENT = HERE.parent / "docs" / "conversion.md"
 RATE, STEPS, BATCH, DECAY = 0.01, 80, 64, 5e-4
 TRAIN_BATCH, TRAIN_RATE = 128, 0.1
 
@@ -182,13 +186,55 @@ def priors(model: nn.Module, data: Data, calibrate: bool) -> list[Row]:
     return rows
 
 
+def read() -> list[Row]:
+    return [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+
+def prior_table(rows: list[Row]) -> str:
+    """Quartiles of prior variance / observed variance, before and after calibration."""
+    found = {(row["net"], row["calibrate"]): row["priors"] for row in rows if row["kind"] == "prior"}
+    headings, lines = ["network", "norm", "as computed", "calibrated"], []
+    for net in dict.fromkeys(net for net, _ in found):
+        for before, after in zip(found[net, False], found[net, True], strict=True):
+            cells = [" / ".join(f"{q:.2f}" for q in each["quartiles"]) for each in (before, after)]
+            lines.append([net, f"`{before['norm']}`", *cells])
+    return "\n".join(markdown(headings, lines, 2)) + "\n"
+
+
+def tuning_table(rows: list[Row]) -> str:
+    """Means over seeds, and accuracies of all seeds."""
+    found: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "fine-tuning":
+            found.setdefault((row["net"], row["m"], row["form"]), []).append(row)
+    headings = ["network", "m", "norm", "first three losses above the loss in eval mode", "accuracy %", "mean"]
+    lines = []
+    for (net, m, form), each in sorted(found.items(), key=lambda item: (item[0][0], -item[0][1])):
+        above = statistics.mean(row["start"] - row["eval"] for row in each)
+        scores = [row["accuracy"] for row in each]
+        cells = [f"{above:+.2f}", "; ".join(f"{score:.1f}" for score in scores), f"{statistics.mean(scores):.1f}"]
+        lines.append([net, str(m), form, *cells])
+    return "\n".join(markdown(headings, lines, 3)) + "\n"
+
+
+def written(text: str) -> str:
+    """The document with both tables from the records."""
+    rows = read()
+    text = placed(text, "priors of fine-tuning.jsonl", prior_table(rows), DOCUMENT.name)
+    return placed(text, "fine-tuning.jsonl", tuning_table(rows), DOCUMENT.name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=HERE.parent / "runs" / "fine-tuning", help="trained networks")
     parser.add_argument("--seeds", type=int, default=3, help="fine-tunings of each form")
     parser.add_argument("--net", choices=[net.name for net in NETS], help="this network only; the first two")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of the document")
     options = parser.parse_args()
+    if options.tables:
+        DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.is_file() else []
     done = {json.loads(line)["key"] for line in lines}
 

@@ -3,8 +3,8 @@
     python benchmarks/small_batches.py           # an hour on two cores; can be interrupted
 
 Every run has 900 steps, which is one epoch per example of the batch, of SGD with Nesterov momentum 0.9 and a cosine
-schedule. The learning rate is 0.006 times the root of the batch. A record contains the test accuracy in %, in population inference (or the norm's only one), for 896 images.
-`closing` is the share of training at which a closing phase begins. It is complete 0.3 later.
+schedule. The learning rate is 0.006 times the root of the batch. A record contains the test accuracy in %, on 896
+images. `closing` is the share of training at which a closing phase begins. It is complete 0.3 later.
 """
 
 from __future__ import annotations

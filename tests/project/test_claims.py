@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import claims
+import fine_tuning
 import measured
 import pytest
 from measured import ROOT
@@ -41,6 +42,11 @@ def test_how_close_fused_numbers_stay():
     for part in ("logits", "gradients"):
         errors = [bf16["error"][part], bf16["fused_error"][part]]
         assert 0.5 * min(errors) < bf16["difference"][part] < 2 * max(errors), "about as much as from float64"
+
+
+def test_tables_of_fine_tuning():
+    page = fine_tuning.DOCUMENT.read_text(encoding="utf-8")
+    assert fine_tuning.written(page) == page, "run python benchmarks/fine_tuning.py --tables"
 
 
 def test_what_the_readme_says_of_cifar():
