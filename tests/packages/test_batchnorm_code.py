@@ -302,23 +302,27 @@ def warns_of_hugging_face():
 
     data = [{"x": image, "labels": i % 2} for i, image in enumerate(torch.cat(images()))]
 
-    def trained(**options):
+    def trained(trainer_class):
         model = Task()
-        given = {"optimizers": options.pop("optimizers")(model)} if options else {}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
             args = arguments("unused", max_steps=2, per_device_train_batch_size=4, weight_decay=0.01, **quiet)
-            trainer = trainer_class(model, args, train_dataset=data, **given)
+            trainer = trainer_class(model, args, train_dataset=data)
             names = trainer.get_decay_parameter_names(model)
             trainer.train()
         assert int(model.net[0][1].num_batches_tracked) == 2
         return names, [str(w.message) for w in caught if "kalmannorm" in str(w.message)]
 
-    names, said = trained()
-    assert "net.1.1.gain_logit" in names and len(said) == 1 and "optimizers=(optimizer, None)" in said[0]
-    own = lambda model: (torch.optim.AdamW(kalmannorm.parameter_groups(model, 0.01)), None)  # noqa: E731
-    assert not trained(optimizers=own)[1]
+    class KalmanTrainer(trainer_class):  # as in docs/integrations.md
+        def get_decay_parameter_names(self, model):
+            decayed = kalmannorm.parameter_groups(model, 1.0)[0]["params"]
+            return [name for name, p in model.named_parameters() if any(p is other for other in decayed)]
+
+    names, said = trained(trainer_class)
+    assert "net.1.1.gain_logit" in names and len(said) == 1 and "override get_decay_parameter_names" in said[0]
+    names, said = trained(KalmanTrainer)
+    assert names and "net.1.1.gain_logit" not in names and not said
 
 
 ROWS = {

@@ -72,8 +72,8 @@ class _Watch:
             warnings.warn(
                 f"kalmannorm: {type(optimizer).__name__} applies weight decay to the filter of {found} "
                 f"norm{'s' * (found > 1)}, which pulls the gain towards 1/2 regardless of the data; build it from "
-                "kalmannorm.parameter_groups(model, weight_decay). Hugging Face's Trainer takes it as "
-                "optimizers=(optimizer, None)",
+                "kalmannorm.parameter_groups(model, weight_decay). For Hugging Face's Trainer, override "
+                "get_decay_parameter_names (docs/integrations.md)",
                 UserWarning,
                 stacklevel=2,
             )
