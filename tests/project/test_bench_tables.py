@@ -44,8 +44,9 @@ def test_eager_steps_are_told_as_recorded():
         [f"{float(by[m][c]):.1f}" for c in ("eager_ms", "ms")] for m in ("nn.BatchNorm", "bkn", "bkn fused")
     )
     page = " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
-    assert f"{bn[0]} ms with BatchNorm, {bkn[0]} ms with BKN and {fused[0]} ms with fused BKN" in page
-    assert f"the same steps take {bn[1]}, {bkn[1]} and {fused[1]} ms" in page
+    assert f"| eager | {bn[0]} | {bkn[0]} | {fused[0]} | | as a CUDA graph | {bn[1]} | {bkn[1]} | {fused[1]} |" in page
+    ratios = [f"{float(by[method]['eager_ratio']):.2f}" for method in ("bkn", "bkn fused")]
+    assert "The eager ratio is {}, and fused {}.".format(*ratios) in page
 
 
 def test_compiled_steps_are_told_as_recorded():
@@ -56,9 +57,9 @@ def test_compiled_steps_are_told_as_recorded():
         for column in ("compiled_ms", "compile_s", "compile_cached_s")
     )
     page = " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
-    assert "{} ms with BatchNorm, {} ms with BKN and {} ms with fused BKN. Compiling".format(*steps) in page
-    assert "takes {}, {} and {} s, and".format(*cold) in page
-    assert "and {}, {} and {} s if torch finds its kernels on disk".format(*cached) in page
+    assert "| a step, ms | {} | {} | {} |".format(*steps) in page
+    assert "| to compile, s | {} | {} | {} |".format(*cold) in page
+    assert "| to compile if torch finds its kernels on disk, s | {} | {} | {} |".format(*cached) in page
 
 
 def test_loops_have_the_columns_of_their_record():

@@ -85,13 +85,25 @@ def test_the_speed_on_a_gpu(way):
     bkn, fused = found[f"bkn {way}"], found[f"bkn fused {way}"]
     row = {
         "eager": "eager loop (ResNet-101,",
-        "make_graphed_callables": "the same, both with `torch.cuda.make_graphed_callables`",
+        "make_graphed_callables": "ResNet-101 as above, both with `torch.cuda.make_graphed_callables`",
     }[way]
     assert re.search(rf"\| {re.escape(row)}[^|]*\| {bkn} \| {fused} \|", text("README.md"))
     assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
     if way == "eager":
         told = f"{bkn} times as long as with BatchNorm, and {fused} times after `fuse`"
         assert told in text("docs/should-i-use-it.md")
+
+
+def test_the_speed_of_eager_steps_of_smaller_nets():
+    page, deciding = text("docs/performance.md").split("## Fusing")[0], text("docs/should-i-use-it.md")
+    for net, number in (("ResNet-50", 50), ("ResNet-18", 18)):
+        rows = measured.read(measured.RECORDS / f"steps-resnet{number}-h200.csv")
+        told = {" ".join(filter(None, (row["method"], row["way"]))): f"{float(row['eager_ratio']):.2f}" for row in rows}
+        bkn, fused = told["bkn"], told["bkn fused"]
+        assert re.search(rf"\| eager loop \({net},[^|]*\| {bkn} \| {fused} \|", page)
+        assert re.search(rf"{net} it takes {bkn} times as long \({fused} after `fuse`\)", deciding)
+        if number == 50:
+            assert re.search(rf"\| eager loop \({net},[^|]*\| {bkn} \| {fused} \|", text("README.md"))
 
 
 def test_the_speed_of_graphed():
@@ -180,6 +192,22 @@ def test_what_readme_and_results_say_of_the_trials():
     ):
         known = trials(form, m, phase=phase, rounds=("first", "second", "fourth", "fifth", "sixth"))
         assert set(rows[label].split("; ")) <= known, label
+
+
+def test_how_far_batch_norm_on_groups_of_2_is_below_bkn():
+    """With a closing phase, as the table of the trials says."""
+    table = text("docs/results.md").split("### The trials before it")[1]
+    rows = dict(re.findall(r"\| ([^|]+) \| ([\d.; ]+ \| [\d.; ]+) \|", table))
+    bkn, ghost = (
+        [[float(each) for each in cell.split(";")] for cell in rows[label].split("|")]
+        for label in ("BKN, m = 2, closing phase", "batch norm on groups of 2, closing phase")
+    )
+    usual, larger = ([f"{bkn[i][0] - each:.1f}" for each in ghost[i]] for i in range(2))
+    told = (
+        f"{usual[0]} to {usual[1]} points below BKN at a weight decay of 5e-4, and {larger[0]} points below BKN at a "
+        "larger weight decay"
+    )
+    assert all(told in text(name) for name in ("README.md", "docs/results.md", "docs/should-i-use-it.md"))
 
 
 def test_how_right_and_how_steady_sigma_is():
