@@ -6,7 +6,7 @@ from support.attacks import options
 
 
 def test_odd_values_end_in_one_line(tmp_path):
-    found = options.run(15, 1, tmp_path)
+    found = options.run(20, 1, tmp_path)
     assert not any(found[name] for name in options.MUST_BE_ZERO), found
-    assert found["commands"] == 15 == found["refused"] + found["accepted"]
+    assert found["commands"] == 20 == found["refused"] + found["accepted"]
     assert min(found["refused"], found["accepted"]) > 5

@@ -52,8 +52,7 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
             on it once, without gradients, to find the input of each norm.
         inplace: fold this model instead of a copy.
     """
-    computed = any(isinstance(module, ComputedWeight) for module in model.modules())
-    found = _checked_norms(model, needed=not computed)
+    found = _checked_norms(model)
     if not inplace:
         model = copied(model)
         found = _norms(model)
@@ -147,14 +146,14 @@ def _norms(model: nn.Module) -> Norms:
     return found
 
 
-def _checked_norms(model: nn.Module, needed: bool = True) -> Norms:
+def _checked_norms(model: nn.Module) -> Norms:
     wrapped = {"OptimizedModule": "model._orig_mod", "DistributedDataParallel": "model.module"}
     if type(model).__name__ in wrapped:
         raise TypeError(f"model is wrapped, in {type(model).__name__}: fold {wrapped[type(model).__name__]} instead")
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"model must be a torch.nn.Module written in Python, got {type(model).__name__}")
     found = _norms(model)
-    if not found and needed:
+    if not found and not any(isinstance(module, ComputedWeight) for module in model.modules()):
         batch_norms(model)  # raises an error for an unknown class
         raise ValueError(f"fold: {type(model).__name__} contains no batch norm and no norm of kalmannorm")
     for name, (norm, _) in found.items():
