@@ -31,6 +31,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the test before may have set another number: sums differ, and `train` prints a hint
 
 
 @pytest.fixture(autouse=True, scope="module")
