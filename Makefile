@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 help:
 	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
-	@echo "make test     install, lint, type-check, test (10 minutes on two cores)"
-	@echo "make test-all  the same with the wide sweeps (15 minutes)"
+	@echo "make test     install, lint, type-check, test (about 20 minutes on two cores)"
+	@echo "make test-all  the same with the wide sweeps"
 	@echo "make pythons  resolve all extras and check types for Python $(PYTHONS); installs and runs nothing there"
 	@echo "make bench    time one norm, forward and backward, beside nn.BatchNorm2d on this machine"
 	@echo "make attack   attack every area and record what went wrong for docs/reliability.md (hours)"
