@@ -44,7 +44,8 @@ def op(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time one norm, forward and backward: BatchNorm, compiled BatchNorm, GroupNorm, ghost batch norm, and BKN.
+    """Time one norm, forward and backward: BatchNorm, compiled BatchNorm, GroupNorm, ghost batch norm, BKN,
+    and BKN at the end of a closing phase (settled).
 
     Ratios are relative to eager BatchNorm in the same run. Outputs and gradients are first compared with the naive
     reference in float64. On a GPU each sample replays a CUDA graph. GB/s counts the bytes that the algorithm has to

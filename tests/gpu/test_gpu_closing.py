@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from kalmannorm import ClosingPhase, GroupedNorm, convert
+from kalmannorm import ClosingPhase, GroupedNorm, convert, fuse
+from kalmannorm._ops.normalize import aten_settled
 from support.gpu_kernels import kernels_in
+from support.op_arguments import TOLERANCE, relative_error
+from support.settled_cases import Case, doubled, inputs_of, results
 
 pytestmark = pytest.mark.gpu
 F64 = torch.float64
@@ -164,3 +167,69 @@ def test_a_step_of_the_phase_takes_few_launches():
         phase.step()
         counts.append(len(kernels_in(phase.step)))
     assert counts[1] <= counts[0] + 8
+
+
+SIZES = {
+    "one position": ((7, 40, 1, 1), 2),
+    "odd": ((5, 6, 3, 3), 2),
+    "m = 1": ((5, 6, 3, 3), 1),
+    "small maps": ((9, 96, 7, 7), 2),
+    "one group": ((9, 96, 7, 7), 64),
+    "large maps": ((4, 24, 56, 56), 1),
+    "shared groups": ((8, 64, 56, 56), 4),
+    "many groups": ((64, 16, 32, 32), 2),
+    "long shares": ((3, 3, 300, 300), 2),
+}
+PLAIN = {"prior": 1, "gain": 1}
+FULL = {"prior": 2, "gain": 2, "weight": 2, "bias": 2, "residual": True, "moments": True}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("given", [PLAIN, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_settled_norms(dtype, last, given, name):
+    """Results and gradients of both directions against PyTorch operations in float64, and the same bits twice."""
+    from kalmannorm._ops.normalize import triton_settled_run
+
+    case = Case(*SIZES[name], last, relu=True, dtype=dtype, device="cuda", **given)
+    inputs, rest = inputs_of(case)
+    exact = type(inputs)(*doubled(inputs))
+    before = aten_settled.forward(exact._replace(relu=False)).y
+    rest[0] = torch.where(before.abs() < 1e-3, 0, rest[0])  # near the kink, rounding decides the mask of the ReLU
+    actual = results(triton_settled_run, inputs, rest)
+    expected = results(aten_settled, exact, doubled(rest))
+    tolerance = 2e-5 if dtype == torch.float32 else TOLERANCE[dtype]
+    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == e.shape, index
+        assert relative_error(a, e) < tolerance, index
+    for index, (a, b) in enumerate(zip(actual, results(triton_settled_run, inputs, rest), strict=True)):
+        assert torch.equal(a, b), index
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_settled_model_takes_few_launches(fused):
+    """No more than at a smaller λ, where the norm observes x first. The kernels are those of settled norms."""
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU())]
+    x = torch.randn(4, 8, 5, 5, device="cuda")
+    model = convert(nn.Sequential(*layers).cuda(), x, statistics_batch_size=2)
+    model = fuse(model, x) if fused else model
+    ClosingPhase(model, 10, start=0, end=0)
+    norms = [norm for norm in model.modules() if isinstance(norm, GroupedNorm)]
+    counts = []
+    for settled in (True, False):
+        for norm in norms:
+            norm.settle_closing(settled)
+        names = kernels_in(lambda: model(x).sum().backward())
+        assert any("settled" in name for name in names) == settled
+        counts.append(len(names))
+    assert counts[0] < counts[1]
+
+
+def test_a_settled_norm_is_population_inference():
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = net(torch.float32).cuda()
+        ClosingPhase(model, 4, start=0, end=0)
+        x = images(0, 7)[0].float().cuda().contiguous(memory_format=layout)
+        expected = copy.deepcopy(model).eval()(x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)

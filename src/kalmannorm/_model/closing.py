@@ -104,6 +104,11 @@ class ClosingPhase:
             return 0.0
         return self.top * (1.0 if share >= self.end else (share - self.start) / (self.end - self.start))
 
+    @property
+    def settled(self) -> bool:
+        """Whether the norms run with running statistics alone in the next step, in one pass for each direction."""
+        return self.begun and self.strength == 1 and not self.present
+
     @torch.no_grad()
     def step(self) -> None:
         """After an optimizer step: update the averages of gradients, and set λ of the next step."""
@@ -134,6 +139,7 @@ class ClosingPhase:
         for norm in self._norms:
             norm.begin_closing()
             norm.closing.present = self.present
+            norm.settle_closing(self.strength == 1)
         for states in self._states():
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * self.strength] * len(states))

@@ -3,16 +3,18 @@
 With the posterior (μ, v) of a group, ρ = 1 / sqrt(v + eps), the running statistics (m, s²) of earlier forwards, and a
 strength λ between 0 and 1:
 
-    forward   r = clip(1 / (ρ s), 1/3, 3)^λ      d = λ clip((μ - m) / s, -5, 5)      s includes eps
+    forward   r = clip(1 / (ρ s), 1/L, L)^λ      d = λ clip((μ - m) / s, -D, D)      s includes eps
               z = r (x - μ) ρ + d                y = γ z + β
+    limits    L = 3^(1 / (1 - λ))                D = 5 / (1 - λ)
     backward  r and d are constants. The gradients of μ and v contain the sums of g = dL/dy and of g z over the group.
               By 1 - λ these are the group's own sums, by λ their expectations from earlier steps.
 
 The expectations may also contain the sums of the present forward, over all of its groups, by a share κ (`present`).
 
-At λ = 0 this is the norm as it is. At λ = 1 neither direction depends on the group, as if the batch were infinite: the
-output is that of `population` inference where nothing is clipped. With the group's own sums at λ = 1, a step would no
-longer undo what it did to mean and scale, and small groups diverge.
+At λ = 0 this is the norm as it is. The limits widen with λ, and at λ = 1 nothing is clipped. Then neither direction
+depends on the group, as if the batch were infinite: z = (x - m) / s, and the output is that of `population` inference.
+With the group's own sums at λ = 1, a step would no longer undo what it did to mean and scale, and small groups diverge.
+`settled.py` computes λ = 1 in one pass for each direction, if `present` is 0.
 
 The expectations are moving averages of two sums per backward, Σ g and Σ g z over all values of x. They are gradients of
 the loss with respect to β and γ. A mean loss does not change them with the size of x, so they also fit a last batch
@@ -37,6 +39,7 @@ from kalmannorm._ops.normalize import exportable, registered
 from kalmannorm.moments import Moments
 
 R_MAX, D_MAX = 3.0, 5.0
+"""The limits at λ = 0."""
 Affine = tuple[Tensor | None, Tensor | None]
 """γ and β, each (C,) or (G, C)."""
 
@@ -52,6 +55,8 @@ class ClosingState(nn.Module):
     """The factor of the GradScaler."""
     present: float = 0.0
     """κ"""
+    settled: bool = False
+    """Whether λ is 1. Python must know it without reading the device. Use `GroupedNorm.settle_closing` to set it."""
     probe: Tensor
     """Zeros (C, 3). Their gradient is the sum over backwards of Σ g and Σ g z, and the number of backwards.
 
@@ -60,6 +65,7 @@ class ClosingState(nn.Module):
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
+        self.settled = False
         self.register_buffer("strength", torch.zeros((), device=device, dtype=dtype))
         self.register_buffer("averages", torch.zeros(channels, 3, device=device, dtype=dtype))
         self.register_buffer("scale", torch.ones((), device=device, dtype=dtype), persistent=False)
@@ -84,12 +90,13 @@ class ClosingState(nn.Module):
 
 
 class Target(NamedTuple):
-    """What a forward is drawn to: running mean and variance, λ, and the averages in units of this loss."""
+    """What a forward is drawn to: running mean and variance, the averages in units of this loss, and λ."""
 
     mean: Tensor
     var: Tensor
-    strength: Tensor
     averages: Tensor
+    strength: Tensor | None
+    """None: the norm is settled, and λ is 1."""
     present: float = 0.0
 
 
@@ -117,10 +124,16 @@ class _Rows(NamedTuple):
     def of(cls, posterior: Moments, target: Target, share: Tensor | float, eps: float) -> _Rows:
         """`share`: the share of all values that each group has, (G, 1) or one number."""
         dtype = posterior.mean.dtype
-        mean, var, strength, averages = (each.to(dtype) for each in target[:4])
+        assert target.strength is not None
+        mean, var, averages, strength = (each.to(dtype) for each in (*target[:3], target.strength))
         rho, inverse = (posterior.var + eps).rsqrt(), (var + eps).rsqrt()
-        r = (inverse / rho).clamp(1 / R_MAX, R_MAX) ** strength
-        d = strength * ((posterior.mean - mean) * inverse).clamp(-D_MAX, D_MAX)
+        own, largest = 1 - strength, torch.finfo(dtype).max
+        # Finite also at λ = 1, where 1 / (1 - λ) is infinite: ρ may be 0, and 0 times infinity is NaN.
+        most_r = torch.pow(R_MAX, 1 / own).clamp(max=largest)
+        most_d = (D_MAX / own).clamp(max=largest)
+        r = torch.minimum(torch.maximum(inverse / rho, 1 / most_r), most_r) ** strength
+        away = (posterior.mean - mean) * inverse
+        d = strength * torch.minimum(torch.maximum(away, -most_d), most_d)
         step, drawn = rho * r, strength * share
         sums = drawn * averages.t()[:2].unsqueeze(1)
         return cls(step, r, d, (-step * sums[0], -0.5 * step.square() * sums[1]), drawn)
@@ -149,12 +162,12 @@ def _share(x: Tensor, size: int, like: Tensor) -> Tensor | float:
     return group_sizes(x.shape[0], size, like) * (positions / (x.numel() // x.shape[1]))
 
 
-def _given(affine: Affine, like: Tensor) -> tuple[Tensor, Tensor]:
-    """γ and β in the dtype of the statistics."""
+def given_affine(affine: Affine, channels: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """γ and β in the dtype of the statistics. Without them, ones and zeros."""
     weight, bias = affine
     if weight is None or bias is None:
-        return torch.ones_like(like[0]), torch.zeros_like(like[0])
-    return cast(weight, like.dtype), cast(bias, like.dtype)
+        return torch.ones(channels, device=device, dtype=dtype), torch.zeros(channels, device=device, dtype=dtype)
+    return cast(weight, dtype), cast(bias, dtype)
 
 
 def corrected(
@@ -164,9 +177,10 @@ def corrected(
 
     The moments are the posterior, but their gradients are those of the closing phase.
     """
+    like = posterior.mean
     mean, var, scale, shift = _Corrected.apply(  # type: ignore[no-untyped-call]
-        posterior.mean, posterior.var, *_given(affine, posterior.mean), probe, *target,
-        _share(x, size, posterior.mean), eps,
+        *posterior[:2], *given_affine(affine, x.shape[1], like.device, like.dtype), probe, *target,
+        _share(x, size, like), eps,
     )  # fmt: skip
     return Moments(mean, var), scale, shift
 
@@ -177,9 +191,9 @@ class _Corrected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, probe: Tensor, run_mean: Tensor,
-        run_var: Tensor, strength: Tensor, averages: Tensor, present: float, share: Tensor | float, eps: float,
+        run_var: Tensor, averages: Tensor, strength: Tensor, present: float, share: Tensor | float, eps: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        target = Target(run_mean, run_var, strength, averages)
+        target = Target(run_mean, run_var, averages, strength)
         rows = _Rows.of(Moments(mean, var), target, share, eps)
         ctx.present, ctx.drawn = present, rows.drawn
         ctx.save_for_backward(weight, probe, 1 - strength.to(mean.dtype), *rows[:3], *rows.expected)
@@ -213,10 +227,10 @@ def normalize_closing(
     dtype = statistics_dtype(x)
     given: list[Tensor | None] = [None, None, None] if prior is None else [prior.mean, prior.var, gain]
     x = x.contiguous(memory_format=registered.memory_format_of(x))
-    like = torch.empty(1, x.shape[1], device=x.device, dtype=dtype)
     y, *moments = _Closing.apply(  # type: ignore[no-untyped-call]
-        x, *[None if each is None else cast(each, dtype) for each in given], *_given(affine, like), residual, probe,
-        *target, statistics_batch_size or 0, eps, relu,
+        x, *[None if each is None else cast(each, dtype) for each in given],
+        *given_affine(affine, x.shape[1], x.device, dtype), residual, probe, *target,
+        statistics_batch_size or 0, eps, relu,
     )  # fmt: skip
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
@@ -234,8 +248,8 @@ class _Closing(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, prior_mean: Tensor | None, prior_var: Tensor | None, gain: Tensor | None, weight: Tensor,
-        bias: Tensor, residual: Tensor | None, probe: Tensor, run_mean: Tensor, run_var: Tensor, strength: Tensor,
-        averages: Tensor, present: float, size: int, eps: float, relu: bool,
+        bias: Tensor, residual: Tensor | None, probe: Tensor, run_mean: Tensor, run_var: Tensor, averages: Tensor,
+        strength: Tensor, present: float, size: int, eps: float, relu: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         seen = Moments(*registered.observe(x, size))
         own = 1 - strength.to(seen.mean.dtype)
@@ -249,7 +263,7 @@ class _Closing(torch.autograd.Function):
             posterior = exportable.posterior_of(prior, seen, gain)
             trust = (gain * own).clamp(min=tiny**3)
             other = exportable.posterior_of(prior, seen, gain * (1 - own) / (1 - trust))
-        target, share = Target(run_mean, run_var, strength, averages), _share(x, size or len(x), seen.mean)
+        target, share = Target(run_mean, run_var, averages, strength), _share(x, size or len(x), seen.mean)
         rows = _Rows.of(posterior, target, share, eps)
         inputs = x, other.mean, other.var, trust, *rows.parameters(weight, bias), size, eps, residual, relu
         output = registered.batch_kalman_norm(*inputs) if registered.watched(x) else registered.forward(*inputs)

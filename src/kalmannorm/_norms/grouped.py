@@ -7,7 +7,7 @@ It contains the training forward, alone or joined with other ranks, three infere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from kalmannorm._norms.distributed import (
     take_part_empty,
 )
 from kalmannorm._norms.running_statistics import TrackedNorm
+from kalmannorm._norms.settled import normalize_settled
 from kalmannorm._norms.sync_conversion import notice_conversion
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
@@ -176,6 +177,12 @@ class GroupedNorm(TrackedNorm):
             self.closing = ClosingState(self.num_features, like.device, like.dtype)
             self.closes = True
 
+    def settle_closing(self, settled: bool) -> None:
+        """Say whether the strength λ is 1. Then the norm runs another way: see `_norms/settled.py`."""
+        if self.closing.settled != settled:
+            self._expire()
+            self.closing.settled = settled
+
     def end_closing(self) -> None:
         """Remove the state of a closing phase."""
         if self.closes:
@@ -227,6 +234,9 @@ class GroupedNorm(TrackedNorm):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}closing.strength" in state_dict:
             self.begin_closing()  # its state is loaded next
+            strength = state_dict[f"{prefix}closing.strength"]
+            if type(strength) is Tensor and not strength.is_meta:
+                self.settle_closing(float(strength) == 1)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _float32_tensors(self) -> list[Tensor | None]:
@@ -360,8 +370,9 @@ class GroupedNorm(TrackedNorm):
             seen = observe(x, size, join_last=True)
             return exportable.finish(self._apply_corrected(x, seen, seen, affine), residual, relu), seen, seen
         refuse_transforms()
-        return normalize_closing(
-            x, prior, gain, affine, self._target(), self.closing.probe,
+        target = self._target(self._settled_closing)
+        return (normalize_settled if target.strength is None else normalize_closing)(
+            x, prior, gain, affine, target, self.closing.probe,
             statistics_batch_size=size, eps=self.eps, residual=residual, relu=relu,
         )  # fmt: skip
 
@@ -372,18 +383,25 @@ class GroupedNorm(TrackedNorm):
         refuse_transforms()
         given = (self.weight, self.bias) if affine is None else affine
         size = group_size(x.shape[0], self.statistics_batch_size)
-        moments, *rows = corrected(posterior, given, self._target(), self.closing.probe, eps=self.eps, x=x, size=size)
+        target = self._target(self._drawn_to)
+        moments, *rows = corrected(posterior, given, target, self.closing.probe, eps=self.eps, x=x, size=size)
         return normalize_with(x, moments, *rows, statistics_batch_size=self.statistics_batch_size, eps=self.eps)
 
-    def _target(self) -> Target:
-        # This forward updates the statistics. Its recomputation must read the old values.
-        mean, var, strength, averages = snapshot(first_seen(self, self._drawn_to))
-        return Target(mean, var, strength, averages, self.closing.present)
+    def _target(self, read: Callable[[], tuple[Tensor, ...]]) -> Target:
+        # This forward updates the statistics. Its recomputation must read the old values. It also runs the same way,
+        # because a settled norm has no strength among them.
+        mean, var, averages, *strength = snapshot(first_seen(self, read))
+        return Target(mean, var, averages, strength[0] if strength else None, self.closing.present)
 
     def _drawn_to(self) -> tuple[Tensor, ...]:
         assert self.running_mean is not None and self.running_var is not None
         closing = self.closing
-        return self.running_mean, self.running_var, closing.strength, closing.averages * closing.scale
+        return self.running_mean, self.running_var, closing.averages * closing.scale, closing.strength
+
+    def _settled_closing(self) -> tuple[Tensor, ...]:
+        """As `_drawn_to`. Without the strength if the norm is settled and needs no sums of the present forward."""
+        drawn_to = self._drawn_to()
+        return drawn_to[:3] if self.closing.settled and not self.closing.present else drawn_to
 
     def _forward_population(self, x: Tensor) -> tuple[Tensor, Moments]:
         dtype = statistics_dtype(x)

@@ -7,6 +7,7 @@ through the layers between the two norms (see `kalmannorm.moments`). These two l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -95,7 +96,7 @@ class LearnedTransition(nn.Module):
         run = predicting_for(*tensors)
         if run is None:
             return None
-        mean, var, gain = _Predicted.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        mean, var, gain = _predicted(run, *tensors)
         return Moments(mean, var), gain
 
     def forward(self, previous: Moments, full: bool = False) -> Moments:
@@ -147,3 +148,7 @@ class _Predicted(torch.autograd.Function):
         with on_device_of(tensors[0]):
             given = (tensor.contiguous() for tensor in tensors)
             return None, *ctx.run.backward(*arrived, gain, *given, ctx.needs_input_grad[3])
+
+
+_predicted: Callable[..., tuple[Tensor, Tensor, Tensor]] = super(torch.autograd.Function, _Predicted).apply
+"""`_Predicted.apply` without its checks for `torch.func`, which the caller has made."""

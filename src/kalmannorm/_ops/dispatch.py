@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
 import torch
@@ -12,13 +14,34 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kalmannorm._groups import group_size
-from kalmannorm._ops.normalize import aten
+from kalmannorm._ops.normalize import aten, aten_settled
 from kalmannorm._ops.normalize.aten_rows import AtenRows
 from kalmannorm._ops.track import aten_many
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 2**20
 """A tile has at most 2048 positions. With 2^20 channels its last one is 2^31 values behind the first."""
+
+
+class _Plain(threading.local):
+    active = False
+
+
+PLAIN = _Plain()
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Use PyTorch operations in this thread, for runs without gradients whose numbers nobody reads.
+
+    Kernels would be built for them, which takes far longer than the run.
+    """
+    before = PLAIN.active
+    PLAIN.active = True
+    try:
+        yield
+    finally:
+        PLAIN.active = before
 
 
 def transformed() -> bool:
@@ -30,13 +53,22 @@ def transformed() -> bool:
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     """A module with the functions `forward` and `backward` of `aten`."""
-    if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0:
+    if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0 or PLAIN.active:
         return aten
     # Offsets inside a group and inside a tile have 32 bits. Offsets of groups and tiles have 64.
     examples = min(group_size(x.shape[0], statistics_batch_size), x.shape[0])
     group = examples * (x.numel() // (x.shape[0] * x.shape[1]))
     fits = group < 2**31 - 2**13 and x.shape[1] < MOST_CHANNELS  # a tile may extend beyond the end
     return (triton_for(x.device.index) if fits else None) or aten
+
+
+def settled_kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
+    """A module with the functions `forward` and `backward` of `aten_settled`."""
+    if kernels_for(x, statistics_batch_size) is aten:
+        return aten_settled
+    from kalmannorm._ops.normalize import triton_settled_run
+
+    return triton_settled_run
 
 
 def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
@@ -102,7 +134,7 @@ def _read_by_kernels(*tensors: Tensor) -> bool:
 
 
 def has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and triton_for(device.index) is not None
+    return device.type == "cuda" and not PLAIN.active and triton_for(device.index) is not None
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -1,8 +1,11 @@
-"""The arguments and results of the op. Every version of the op uses them, and its schemas are made from them."""
+"""The arguments and results of the ops. Every version of an op uses them, and the schemas are made from them.
+
+The op is `batch_kalman_norm`. The classes with "Settled" belong to norms that use running statistics.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +41,69 @@ class Results(NamedTuple):
     observed_var: Tensor | None
 
 
+class SettledInputs(NamedTuple):
+    """γ and β are (C,) or (G, C). The running statistics are (C,). `statistics_batch_size` is m, or 0 for all of x.
+
+    All but x and the residual have the dtype of the statistics. The residual has the memory layout of x.
+    """
+
+    x: Tensor
+    prior_mean: Tensor | None
+    prior_var: Tensor | None
+    gain: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    statistics_batch_size: int
+    eps: float
+    residual: Tensor | None = None
+    relu: bool = False
+
+
+class SettledResults(NamedTuple):
+    y: Tensor
+    mean: Tensor
+    """Of the posterior, (G, C)."""
+    var: Tensor
+    observed_mean: Tensor
+    observed_var: Tensor
+    centre: Tensor
+    """m, (C,). The forward copies it, because the buffer is updated before the backward."""
+    rho: Tensor
+    """ρ, (C,)"""
+
+
+class SettledGrads(NamedTuple):
+    """The arguments of the backward.
+
+    `y`: None unless its sign is the mask of the ReLU. `averages` is (C, 3), and its first columns are e₀ and e₁. Then
+    there are the gradients with respect to posterior and observation.
+    """
+
+    grad_y: Tensor
+    x: Tensor
+    y: Tensor | None
+    prior_mean: Tensor | None
+    prior_var: Tensor | None
+    gain: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    centre: Tensor
+    rho: Tensor
+    observed_mean: Tensor
+    observed_var: Tensor
+    averages: Tensor
+    grad_mean: Tensor | None
+    grad_var: Tensor | None
+    grad_observed_mean: Tensor | None
+    grad_observed_var: Tensor | None
+    statistics_batch_size: int
+    relu: bool
+    residual: bool
+    """Whether the gradient of a residual is wanted. It is g with the mask of the ReLU."""
+
+
 _TYPES: dict[str, str] = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -48,7 +114,7 @@ _TYPES: dict[str, str] = {
 _DEFAULTS = {None: "None", False: "False"}
 
 
-def _parameters(kind: type[Inputs] | type[Results], prefix: str = "", defaults: bool = True) -> list[str]:
+def _parameters(kind: Any, prefix: str = "", defaults: bool = True) -> list[str]:
     given = kind._field_defaults if defaults else {}
     return [
         f"{_TYPES[annotation.__forward_arg__]} {prefix}{name}" + (f"={_DEFAULTS[given[name]]}" if name in given else "")
@@ -61,6 +127,10 @@ FORWARD = f"({', '.join(_parameters(Inputs))}) -> (Tensor, Tensor, Tensor, Tenso
 _BACKWARD = [*_parameters(Results, "grad_"), *_parameters(Inputs, defaults=False), *_parameters(Results)]
 BACKWARD = f"({', '.join(_BACKWARD)}, SymInt bias_rows) -> Tensor[]"
 """The schema of the backward. It returns the gradients that exist, in the order of `aten.backward`."""
+
+
+SETTLED_FORWARD = f"({', '.join(_parameters(SettledInputs, defaults=False))}) -> Tensor[]"
+SETTLED_BACKWARD = f"({', '.join(_parameters(SettledGrads))}) -> Tensor[]"
 
 
 class BackwardInputs(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.grid import blocks_of, power
+from kalmannorm._ops.normalize.lanes import FRESH
 
 HELD = 512
 """Most positions of a group that one program holds in registers, in channels_last, unless wide tiles fill the GPU."""
@@ -32,8 +33,6 @@ MOST_SPLITS = 256
 """Most shares of a group that one program merges."""
 MOST_MERGED = 512
 """Most shares that one program merges, if each of the K positions in a row counts as one."""
-FRESH = 64
-"""Most values of a lane that are summed relative to its first value."""
 
 
 class Shape(NamedTuple):
@@ -155,9 +154,11 @@ def launch_for(
     return _halved(shape, how) if wide else how
 
 
-def observing(shape: Shape, processors: int, *, wide: bool = False) -> Launch:
-    """The launch that only observes, the first of the streamed launches. Tiles are prefetched even for small groups."""
-    how = _shared(shape, processors, backward=False, residual=False)
+def observing(
+    shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
+) -> Launch:
+    """The launch of one pass: only to observe, or of a settled norm. Tiles are prefetched even for small groups."""
+    how = _shared(shape, processors, backward, residual)
     how = _halved(shape, how) if wide and not how.held else how
     return how._replace(splits=max(how.splits, 1))
 

@@ -20,7 +20,7 @@ from kalmannorm._ops.normalize.triton_forward import (
     place,
     tile_at,
 )
-from kalmannorm._ops.triton_shared import await_previous
+from kalmannorm._ops.triton_shared import await_previous, settle_keys
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -51,3 +51,6 @@ def again_kernel(
         if RESIDUAL:
             z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+settle_keys(globals())

@@ -25,7 +25,7 @@ from kalmannorm._ops.normalize.triton_forward import (
     shares_at,
     tile_at,
 )
-from kalmannorm._ops.triton_shared import await_previous, update_backward
+from kalmannorm._ops.triton_shared import await_previous, settle_keys, update_backward
 
 
 @triton.jit
@@ -296,3 +296,6 @@ def sum_over_groups_kernel(
         sum_rows(source_3, target_3, G, C, channel, BG, BC, COUNT > 3)
     if parameter == 4:
         sum_rows(source_4, target_4, G, C, channel, BG, BC, COUNT > 4)
+
+
+settle_keys(globals())

@@ -24,12 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm._ops.normalize import tiling
-from kalmannorm._ops.triton_shared import await_previous, sum_of_products, update
+from kalmannorm._ops.normalize import lanes
+from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products, update
 
 VARYING = ["N", "G", "m", "splits", "chunks"]
 """Sizes that change with the batch. A new value must not recompile a kernel."""
-FRESH = tl.constexpr(tiling.FRESH)
+FRESH = tl.constexpr(lanes.FRESH)
 
 
 @triton.jit
@@ -378,3 +378,6 @@ def apply_kernel(
         if RESIDUAL:
             z += tl.load(residual_ptr + start + within, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + start + within, activated(z, RELU).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+settle_keys(globals())

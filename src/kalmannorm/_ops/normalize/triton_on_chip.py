@@ -20,7 +20,7 @@ from kalmannorm._ops.normalize.triton_forward import (
     load_row,
     tile_at,
 )
-from kalmannorm._ops.triton_shared import await_previous, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
 settle = norm.settle
 settle_gradient = gradient.settle
@@ -110,3 +110,6 @@ def held_backward_kernel(
     x = held.to(tl.float32)
     dx = scale[None, :] * g.to(tl.float32) + (slope[None, :] * (x - mean[None, :]) + constant[None, :])
     tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+settle_keys(globals())

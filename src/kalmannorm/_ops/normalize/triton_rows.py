@@ -78,12 +78,7 @@ class TritonRows:
         self, x: Tensor, y: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int
     ) -> None:
         """The forward through checked launches, which build the kernels."""
-        parts = *rows.unbind(0), *self.moments(moments, start)
-        if self.forward_scratch is None:
-            given: list[tuple[Tensor | None, ...]] = [(x, y, residual, *parts)]
-        else:
-            sums, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
-            given = [(x, sums, count), (x, y, residual, sums, count, *parts)]
+        given = self.forward_arguments(x, y, rows, residual, moments, start)
         for launch, tensors in zip(self.forward_launches, given, strict=True):
             launch(*tensors)
         if not any(t is not None and t.data_ptr() % ALIGNED for t in (x, y, residual)):
@@ -92,6 +87,16 @@ class TritonRows:
             if len(self.forward_direct) < len(direct):
                 self.forward_direct = ()
             self.rows_offset = rows.data_ptr() % ALIGNED
+
+    def forward_arguments(
+        self, x: Tensor, y: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int
+    ) -> list[tuple[Tensor | None, ...]]:
+        """The arguments of each launch of a forward."""
+        parts = *rows.unbind(0), *self.moments(moments, start)
+        if self.forward_scratch is None:
+            return [(x, y, residual, *parts)]
+        sums, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
+        return [(x, sums, count), (x, y, residual, sums, count, *parts)]
 
     def backward(
         self, grad_y: Tensor, x: Tensor, y: Tensor | None, rows: Tensor, memory: Memory, start: int
@@ -140,17 +145,7 @@ class TritonRows:
         start: int,
     ) -> None:
         """The backward through checked launches, which build the kernels."""
-        weight, bias, *prior = rows.unbind(0)
-        kept = self.moments(moments, start)
-        affine = weight, bias if self.masked else None
-        parts: tuple[Tensor | None, ...] = *affine, *prior, *kept, *NOTHING, *d_rows.unbind(0)
-        given: list[tuple[Tensor | None, ...]]
-        if self.backward_scratch is None:
-            given = [(grad_y, x, y, dx, d_residual, *parts)]
-        else:
-            sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
-            masked = grad_y if d_residual is None else d_residual
-            given = [(grad_y, x, y, d_residual, sums, *affine, *kept[:2]), (masked, x, dx, sums, *parts)]
+        given = self.backward_arguments(grad_y, x, y, dx, d_rows, d_residual, rows, moments, start)
         for launch, tensors in zip(self.backward_launches, given, strict=True):
             launch(*tensors)
         if not any(t is not None and t.data_ptr() % ALIGNED for t in (grad_y, x, y, dx, d_residual)):
@@ -158,6 +153,29 @@ class TritonRows:
             self.backward_direct = tuple(launch for launch in direct if launch is not None)
             if len(self.backward_direct) < len(direct):
                 self.backward_direct = ()
+
+    def backward_arguments(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        dx: Tensor,
+        d_rows: Tensor,
+        d_residual: Tensor | None,
+        rows: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> list[tuple[Tensor | None, ...]]:
+        """The arguments of each launch of a backward."""
+        weight, bias, *prior = rows.unbind(0)
+        kept = self.moments(moments, start)
+        affine = weight, bias if self.masked else None
+        parts: tuple[Tensor | None, ...] = *affine, *prior, *kept, *NOTHING, *d_rows.unbind(0)
+        if self.backward_scratch is None:
+            return [(grad_y, x, y, dx, d_residual, *parts)]
+        sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
+        masked = grad_y if d_residual is None else d_residual
+        return [(grad_y, x, y, d_residual, sums, *affine, *kept[:2]), (masked, x, dx, sums, *parts)]
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
         """Mean and variance of the posterior, then of the observation, each (G, C)."""

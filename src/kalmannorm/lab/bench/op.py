@@ -11,6 +11,8 @@ Bytes are those that the algorithm needs, in passes over a tensor like x, not th
     a ReLU after it  2 forward, 3 backward; 0 if it is computed in the same pass
     ghost by reshape of channels_last: 2 more, for the copy
 
+    BKN settled      2 forward, 3 backward: no sum is needed before the result
+
 So BKN and a compiled BatchNorm count 8, an eager BatchNorm with its ReLU 13. A group that stays on the chip is read
 once, so fewer bytes are moved than counted. The share of a copy may then exceed 100 %.
 """

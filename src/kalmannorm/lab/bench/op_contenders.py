@@ -5,6 +5,7 @@
     GroupNorm             nn.GroupNorm with up to 32 groups of channels, then F.relu; its parameters have x's dtype
     ghost by reshape      batch norm on groups of m examples as written by hand: groups become channels
     BKN                   BatchKalmanNorm2d with a prior and a gain, as in a converted model
+    BKN settled           the same at the end of its closing phase: running statistics and averages of gradients
 
 Layers update their running statistics. At the level of the op there are none: F.batch_norm, F.group_norm and
 `kalmannorm.batch_kalman_norm` alone. A result may have another memory layout than x.
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kalmannorm._norms.closing import Target
 from kalmannorm._norms.kalman import BatchKalmanNorm2d
+from kalmannorm._norms.settled import normalize_settled
 from kalmannorm._running.prior_bundles import Prior
 from kalmannorm.functional import batch_kalman_norm
 from kalmannorm.lab.bench.timing import Call
-from kalmannorm.lab.bench.truth import EPS, Truth, of_channels, of_groups
+from kalmannorm.lab.bench.truth import EPS, Truth, of_channels, of_groups, of_settled
 from kalmannorm.moments import Moments
 
 BASELINE, INDUCTOR, GROUPNORM = "BatchNorm", "BatchNorm, inductor", "GroupNorm"
@@ -49,6 +52,9 @@ class Inputs:
         self.mean, self.var = normal(1, channels).requires_grad_(), (1 + normal(1, channels) ** 2).requires_grad_()
         # As in the bundles of a converted model: on a GPU one gain for each channel.
         self.gain = torch.full(() if device.type == "cpu" else (channels,), 0.6, device=device, requires_grad=True)
+        self.running = 0.5 + 0.1 * normal(channels), 4 + normal(channels).abs()
+        # Sums of as many gradients as there are values of a channel.
+        self.averages = (self.x.numel() / channels) ** 0.5 * normal(channels, 3)
 
     def affine(self, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, nn.Parameter]:
         return nn.Parameter(self.weight.to(dtype, copy=True)), nn.Parameter(self.bias.to(dtype, copy=True))
@@ -109,7 +115,8 @@ def contenders(
     for size in statistics_batches:
         if size < examples and examples % size == 0:  # it supports no smaller last group, and one group is the baseline
             found.append(_ghost(inputs, size, relu, layer))
-    return found + [_bkn(inputs, size, relu, layer) for size in statistics_batches]
+    found += [_bkn(inputs, size, relu, layer) for size in statistics_batches]
+    return found + [_settled(inputs, size, relu, layer) for size in statistics_batches]
 
 
 def _followed(norm: Forward, relu: bool) -> Forward:
@@ -179,3 +186,37 @@ def _bkn(inputs: Inputs, size: int, relu: bool, layer: bool) -> Contender:
     leaves = [x, *affine, inputs.mean, inputs.var, inputs.gain]
     truth = partial(of_groups, leaves, size=size, relu=relu)
     return Contender("BKN", size, in_a_model if layer else alone, leaves, truth, 8)
+
+
+def _settled(inputs: Inputs, size: int, relu: bool, layer: bool) -> Contender:
+    x, affine = inputs.x, inputs.affine()
+    mean, var = inputs.running
+    norm = BatchKalmanNorm2d(
+        x.shape[1], x.shape[1], statistics_batch_size=size, transition="weights", eps=EPS, device=x.device,
+        momentum=0.0,  # statistics are updated, but stay, so that every call has the same results
+    )  # fmt: skip
+    norm.weight, norm.bias = affine
+    norm.begin_closing()
+    with torch.no_grad():
+        assert norm.running_mean is not None and norm.running_var is not None
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(var)
+        norm.closing.strength.fill_(1)
+        norm.closing.averages.copy_(inputs.averages)
+    norm.settle_closing(True)
+
+    def in_a_model(x: Tensor) -> Tensor:
+        prior = Prior.of(Moments(inputs.mean, inputs.var), inputs.gain)
+        y, _ = norm.forward(x, prior, relu=relu, return_posterior=True)
+        return y
+
+    def alone(x: Tensor) -> Tensor:
+        prior, target = Moments(inputs.mean, inputs.var), Target(mean, var, inputs.averages, None)
+        y, *_ = normalize_settled(
+            x, prior, inputs.gain, affine, target, norm.closing.probe, statistics_batch_size=size, eps=EPS, relu=relu
+        )
+        return y
+
+    leaves = [x, *affine, inputs.mean, inputs.var, inputs.gain]
+    truth = partial(of_settled, leaves, running=inputs.running, averages=inputs.averages, size=size, relu=relu)
+    return Contender("BKN settled", size, in_a_model if layer else alone, leaves, truth, 5)

@@ -57,6 +57,36 @@ def of_channels(leaves: Sequence[Tensor], upstream: Tensor, groups: int, *, relu
     return _finished(y * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1), doubled, upstream, relu)
 
 
+def of_settled(
+    leaves: Sequence[Tensor],
+    upstream: Tensor,
+    running: tuple[Tensor, Tensor],
+    averages: Tensor,
+    size: int,
+    *,
+    relu: bool,
+) -> Truth:
+    """Population inference, with gradients of the posterior that follow from averages of Σ g and Σ g z.
+
+    Leaves as in `of_groups`, with a prior. The posterior has no part in the output, but in the gradient.
+    """
+    doubled = _doubled(leaves)
+    x, weight, bias, prior_mean, prior_var, gain = doubled
+    shape, examples = (1, -1, 1, 1), x.shape[0]
+    mean, rho = running[0].double(), (running[1].double() + EPS).rsqrt()
+    y = (x - mean.view(shape)) * (rho * weight).view(shape) + bias.view(shape)
+    posterior = naive.batch_kalman_norm(x, prior_mean, prior_var, gain, None, None, size, EPS)[1:3]
+    sizes = torch.tensor([min(size, examples - start) for start in range(0, examples, size)], device=x.device)
+    sum_g, sum_gz, _ = averages.double().unbind(1)
+    share = (sizes / examples).double().unsqueeze(1)
+    scale = rho * weight.detach()
+    if relu:
+        upstream = torch.where(y.detach().abs() > MARGIN[upstream.dtype], upstream, 0)
+        y = torch.relu(y)
+    grads = upstream.double(), -share * scale * sum_g, -0.5 * share * scale * rho * sum_gz
+    return Truth([y.detach(), *torch.autograd.grad((y, *posterior), doubled, grads)], upstream)
+
+
 def of_population(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *, relu: bool) -> Tensor:
     """Normalization with running statistics: they take the place of the prior, and a gain of 0 uses the prior alone."""
     gain = torch.zeros((), dtype=torch.float64, device=x.device)
