@@ -19,8 +19,8 @@ pytest.importorskip("triton", minversion="3.3")
 
 from kalmannorm import Moments, convert
 from kalmannorm._ops import dispatch
-from kalmannorm._ops.normalize import tiling, triton_run
-from kalmannorm._ops.normalize.arguments import Inputs, Results
+from kalmannorm._ops.normalize import tiling, triton_run, triton_settled_run
+from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledGrads, SettledInputs
 from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.track import triton_many, triton_one
@@ -64,6 +64,32 @@ def test_the_op(shape, last, launch, residual, compiled, monkeypatch):
         assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x(8|10)", compiled["forward_kernel"])
     assert compiled.keys() == expected | {"sum_over_groups_kernel", "again_kernel"}
     assert "atom" not in compiled["again_kernel"] and "fma.rn.f32" in compiled["again_kernel"]
+
+
+def settle(x, m, residual, rows=1):
+    """Launch both directions of a settled norm, on `rows` rows of parameters, for one with a residual and a ReLU."""
+    G, C = -(-x.shape[0] // m), x.shape[1]
+    prior = [torch.zeros(rows, C), torch.ones(rows, C), torch.ones(C) if rows == 1 else torch.ones(rows, C)]
+    affine = [torch.ones(C), torch.zeros(C)] if rows == 1 else [torch.ones(rows, C), torch.zeros(rows, C)]
+    inputs = SettledInputs(x, *prior, *affine, *torch.ones(2, C), m, 1e-5, x if residual else None, True)
+    made = triton_settled_run.forward(inputs)
+    grads = list(torch.zeros(4, G, C)) if residual else [None] * 4
+    known = made.centre, made.rho, *made[3:5], torch.zeros(C, 3)
+    mask = made.y if residual else None
+    triton_settled_run.backward(SettledGrads(x, x, mask, *inputs[1:6], *known, *grads, m, True, residual))
+
+
+@pytest.mark.parametrize(("shape", "last", "launch", "residual"), CASES.values(), ids=CASES.keys())
+def test_a_settled_norm(shape, last, launch, residual, compiled, monkeypatch):
+    def chosen(shape, _, **how):
+        return (how := tiling.launch_of(shape, *launch))._replace(splits=max(how.splits, 1))
+
+    monkeypatch.setattr(triton_settled_run, "observing", chosen)
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    settle(x.contiguous(memory_format=torch.channels_last) if last else x, 2, residual, rows=3 if residual else 1)
+    merged = {"settled_merge_kernel"} if launch[2] > 1 else set()
+    assert compiled.keys() == {"settled_forward_kernel", "settled_backward_kernel", "settled_sums_kernel"} | merged
+    assert not any("atom" in assembly for assembly in compiled.values())
 
 
 def functions():
@@ -175,7 +201,10 @@ def test_shared_memory_of_what_is_chosen(shape, m, layout, dtype, compiled, monk
     inputs = Inputs(x, *filtered, affine[0], None, m, 1e-5, None, True)
     triton_run.backward(Results(x, *[None] * 4), inputs, results, 1)
     triton_run.observe(x, m)
-    assert {"reduce_kernel", "observe_kernel"} < compiled.shared.keys()
+    monkeypatch.setattr(triton_settled_run, "processors_of", lambda x: 132)
+    settle(x, m, residual=True)
+    settle(x, m, residual=False)
+    assert {"reduce_kernel", "observe_kernel", "settled_backward_kernel"} < compiled.shared.keys()
     assert all(size <= SMALLEST for size in compiled.shared.values()), compiled.shared
 
 

@@ -25,6 +25,7 @@ from kalmannorm._model.fusion.saving import save_where_possible
 from kalmannorm._model.fusion.symbolic import NotTraceableError, arguments_of
 from kalmannorm._model.fusion.units import Units, find_units
 from kalmannorm._model.settings import norms, require_norms
+from kalmannorm._ops.dispatch import without_kernels
 from kalmannorm._support.fused_modules import REPORT, Argument, fuse_module, unfuse
 from kalmannorm._wiring.recording.trace import arguments
 from kalmannorm._wiring.recording.untouched import untouched
@@ -116,7 +117,7 @@ def _run(model: nn.Module, example_input: Any, training: bool, watch: Callable[.
     args, kwargs = arguments(example_input)
     handles = [m.register_forward_pre_hook(watch, with_kwargs=True) for m in model.modules()]
     try:
-        with untouched(model, training=training), torch.no_grad():
+        with untouched(model, training=training), torch.no_grad(), without_kernels():
             model(*args, **kwargs)
     finally:
         for handle in handles:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmannorm._ops.grid import blocks_of
 from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import await_previous, mix
+from kalmannorm._ops.triton_shared import await_previous, mix, settle_keys
 from kalmannorm.moments import Moments
 
 BLOCK = 128
@@ -51,3 +51,6 @@ def expect(prior: Moments, gain: Tensor, average: Moments, size: int) -> tuple[M
         C, mean.stride(0), var.stride(0), int(gain.numel() > 1), 1 / size,
     )  # fmt: skip
     return expected, trust
+
+
+settle_keys(globals())

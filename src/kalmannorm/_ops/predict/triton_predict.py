@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kalmannorm._filter import GAIN_MARGIN
 from kalmannorm._ops.grid import blocks_of, power
-from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import await_previous, sum_of_products
+from kalmannorm._ops.triton_launching import KEPT, Ready, ready
+from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
 
@@ -163,15 +163,34 @@ def precision_on(device: torch.device) -> str:
     return "tf32x3"
 
 
+@functools.lru_cache(maxsize=KEPT)
+def _forward_launch(G: int, C: int, P: int, device: torch.device) -> Ready:
+    BG = 1 if G == 1 else min(max(power(G), 16), 64)
+    BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
+    grid = blocks_of(C, BC), blocks_of(G, BG)
+    return ready(predict_kernel, grid, device, PRECISION=precision_on(device), BG=BG, BC=BC, BP=BP)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _backward_launches(
+    G: int, C: int, P: int, device: torch.device, to_matrix: bool, to_gain: bool
+) -> tuple[Ready, Ready, int]:
+    """Both launches, and the number of blocks of outputs."""
+    BG = 1 if G == 1 else min(max(power(G), 16), 32)
+    wide = C * P >= 64 * 64 * 132 and roomy(device)
+    BC, BP = (min(max(power(size), 16), 64 if wide else 32) for size in (C, P))
+    blocks, BV = blocks_of(C, BC), 256
+    options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(device)}
+    first = ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), device, **options)
+    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": to_gain}
+    return first, ready(predict_sum_kernel, (blocks_of(G * P, BV),), device, **options), blocks
+
+
 def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,) from one logit or C logits."""
     (G, P), C = mean.shape, matrix.shape[0]
-    prior_mean, prior_var = (torch.empty((G, C), device=mean.device, dtype=torch.float32) for _ in range(2))
-    gain = torch.empty(C, device=mean.device, dtype=torch.float32)
-    BG = 1 if G == 1 else min(max(power(G), 16), 64)
-    BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
-    grid, options = (blocks_of(C, BC), blocks_of(G, BG)), {"BG": BG, "BC": BC, "BP": BP}
-    ready(predict_kernel, grid, mean.device, PRECISION=precision_on(mean.device), **options)(
+    prior_mean, prior_var, gain = mean.new_empty((G, C)), mean.new_empty((G, C)), mean.new_empty(C)
+    _forward_launch(G, C, P, mean.device)(
         mean, var, matrix, noise, logit, prior_mean, prior_var, gain, G, C, P, int(logit.numel() > 1)
     )
     return prior_mean, prior_var, gain
@@ -190,23 +209,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients with respect to mean, var, A (if `to_matrix`), noise, and logit (if `grad_gain` exists)."""
     (G, P), C = mean.shape, matrix.shape[0]
-    BG = 1 if G == 1 else min(max(power(G), 16), 32)
-    wide = C * P >= 64 * 64 * 132 and roomy(mean.device)
-    BC, BP = (min(max(power(size), 16), 64 if wide else 32) for size in (C, P))
-    blocks = blocks_of(C, BC)
-    shares = torch.empty((2, blocks, G, P), device=mean.device, dtype=torch.float32)
-    noise_shares = torch.empty(blocks, device=mean.device, dtype=torch.float32)
+    first, second, blocks = _backward_launches(G, C, P, mean.device, to_matrix, grad_gain is not None)
+    shares, noise_shares = mean.new_empty((2, blocks, G, P)), mean.new_empty(blocks)
     grad_matrix = torch.empty_like(matrix) if to_matrix else None
-    options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(mean.device)}
-    ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), mean.device, **options)(
-        grad_mean, grad_var, mean, var, matrix, grad_matrix, shares, noise_shares, G, C, P
-    )
+    first(grad_mean, grad_var, mean, var, matrix, grad_matrix, shares, noise_shares, G, C, P)
     to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
     to_logit = None if grad_gain is None else torch.empty_like(logit)
-    BV = 256
-    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": grad_gain is not None}
-    ready(predict_sum_kernel, (blocks_of(G * P, BV),), mean.device, **options)(
+    second(
         shares, noise_shares, noise, logit, grad_gain, to_mean, to_var, to_noise, to_logit,
         blocks, G * P, C, int(logit.numel() > 1),
     )  # fmt: skip
     return to_mean, to_var, grad_matrix, to_noise, to_logit
+
+
+settle_keys(globals())

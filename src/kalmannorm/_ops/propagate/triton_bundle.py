@@ -266,6 +266,17 @@ def fill_gradients(
     return weights, own, grad_rows
 
 
+def launches_of_step(bundle: Bundle, tensors: Tensors) -> list[tuple[LaunchList, list[torch.dtype]]]:
+    """The launches of a forward with gradients and of its backward, and the dtypes of the memory that each gets."""
+    tables = _tables(bundle, tensors[0].device)
+    bound = prepare(bundle, tensors, [tensor.requires_grad for tensor in tensors])
+    type_of, dtype = _type(tables, tensors), _dtype(tables, tensors)
+    return [
+        (_forward(bundle, tables, bound, type_of, True).launches, [torch.float32]),
+        (_backward(bundle, tables, bound, type_of, True), [torch.float32, torch.float32, dtype, torch.float32]),
+    ]
+
+
 def sizes_of_gradients(
     bundle: Bundle, tensors: Tensors, wanted: Sequence[bool], device: torch.device
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:

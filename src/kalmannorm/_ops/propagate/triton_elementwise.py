@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmannorm._ops.triton_shared import await_previous
+from kalmannorm._ops.triton_shared import await_previous, settle_keys
 
 # Kinds of instructions.
 ADD = tl.constexpr(1)
@@ -347,3 +347,6 @@ def tape_backward_kernel(
             entries_ptr, E, slopes_ptr, T, first_ptr, code_ptr, a_ptr, b_ptr, out_ptr,
         )  # fmt: skip
         tl.debug_barrier()  # another thread may read the result in the next instruction
+
+
+settle_keys(globals())

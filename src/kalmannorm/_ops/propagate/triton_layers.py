@@ -35,7 +35,7 @@ from kalmannorm._ops.propagate.triton_elementwise import (
     WEIGHT,
     collect,
 )
-from kalmannorm._ops.triton_shared import await_previous, sum_of_products
+from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
 
 @triton.jit
@@ -233,3 +233,6 @@ def layers_backward_kernel(
     in_slot = tl.load(work + 2) * BC + tl.arange(0, BC) < (inputs if DEPTHWISE else group_inputs)
     tl.store(slots_ptr + slot, tl.sum(tl.sum(to_mean, 2 if TAPS_LAST else 1), 0), mask=in_slot)
     tl.store(slots_ptr + S + slot, tl.sum(tl.sum(to_var, 2 if TAPS_LAST else 1), 0), mask=in_slot)
+
+
+settle_keys(globals())

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kalmannorm._ops.propagate.triton_elementwise import collect
-from kalmannorm._ops.triton_shared import await_previous
+from kalmannorm._ops.triton_shared import await_previous, settle_keys
 
 
 @triton.jit(do_not_specialize=["SIZE"])
@@ -85,3 +85,6 @@ def gains_backward_kernel(
     if logits == 1:
         share = 1.0 / (1.0 + tl.exp(-tl.load(flat_ptr + logit).to(tl.float32)))
         tl.store(grads_ptr + logit, tl.sum(total, 0) * (1.0 - 2.0 * margin) * share * (1.0 - share))
+
+
+settle_keys(globals())

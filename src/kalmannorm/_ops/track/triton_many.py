@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
-from kalmannorm._ops.track.request import TrackingRequest, unchanged
-from kalmannorm._ops.track.triton_one import KINDS, track, track_block
-from kalmannorm._ops.triton_launching import ready
-from kalmannorm._ops.triton_shared import await_previous
+from kalmannorm._ops.track.request import Kind, TrackingRequest, unchanged
+from kalmannorm._ops.track.triton_kernels import KINDS, track_many_kernel
+from kalmannorm._ops.track.triton_one import track
+from kalmannorm._ops.triton_launching import Ready, ready
 
 __all__ = ["Together", "track", "track_many"]
 
@@ -28,60 +26,6 @@ KEPT = 64
 """Number of tables that are kept, the most recently written. Tables that a CUDA graph reads are always kept."""
 TILE = 2048
 """Values of rows in one tile of a program."""
-
-# Columns of the table.
-COLUMNS = tl.constexpr(16)
-EXAMPLES = tl.constexpr(0)
-GROUPS = tl.constexpr(1)
-CHANNELS = tl.constexpr(2)
-SIZE = tl.constexpr(3)  # examples per group
-VALUES = tl.constexpr(4)
-BLOCKS = tl.constexpr(5)  # programs that share the norm
-ROWS = tl.constexpr(6)  # start of its rows: means, variances, observed means, observed variances
-SCRATCH = tl.constexpr(7)  # start of its new averages, until its last program stores them
-COUNTS = tl.constexpr(8)  # addresses of values, batches and skipped batches
-AVERAGES = tl.constexpr(11)  # addresses of running mean, running variance, observed mean, observed variance
-OBSERVED = tl.constexpr(13)
-RATES = tl.constexpr(15)  # two float32: momentum and observation momentum
-
-
-@triton.jit
-def integer(pointer):
-    return tl.load(pointer).to(tl.int32)
-
-
-@triton.jit
-def address(pointer, TYPE: tl.constexpr):
-    return tl.load(pointer).to(tl.pointer_type(TYPE))
-
-
-@triton.jit
-def track_many_kernel(
-    rows_ptr, table_ptr, work_ptr, scratch_ptr, arrived_ptr,
-    BG: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr,
-    KIND: tl.constexpr, CUMULATIVE: tl.constexpr, OBSERVES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    await_previous(PDL)
-    work = work_ptr + 2 * tl.program_id(0)
-    number, block = tl.load(work), integer(work + 1)
-    row = table_ptr + number * COLUMNS
-    N, G, C, m = integer(row + EXAMPLES), integer(row + GROUPS), integer(row + CHANNELS), integer(row + SIZE)
-    values = tl.load(row + VALUES)
-    mean_ptr = rows_ptr + tl.load(row + ROWS)
-    step = G.to(tl.int64) * C
-    rates = (row + RATES).to(tl.pointer_type(tl.float32))
-    counts, averages, observed = row + COUNTS, row + AVERAGES, row + OBSERVED
-    track_block(
-        block, integer(row + BLOCKS),
-        mean_ptr, mean_ptr + step, mean_ptr + 2 * step, mean_ptr + 3 * step,
-        address(averages, tl.float32), address(averages + 1, tl.float32),
-        address(observed, tl.float32), address(observed + 1, tl.float32),
-        address(counts, tl.int64), address(counts + 1, tl.int64), address(counts + 2, tl.int64),
-        scratch_ptr + tl.load(row + SCRATCH), arrived_ptr + number,
-        # eps is 0: only averages of standard deviations need it, and no norm with a wire uses them.
-        N, G, C, m, values, tl.load(rates), tl.load(rates + 1), 0.0,
-        BG, BC, WIDE, ONE_TILE, False, KIND, CUMULATIVE, OBSERVES,
-    )  # fmt: skip
 
 
 @dataclass
@@ -190,9 +134,8 @@ class Together:
 def _written(requests: Sequence[TrackingRequest], device: torch.device, starts: Sequence[int] | None = None) -> Table:
     """`starts`: where each norm's rows begin. None: they follow one another."""
     shapes = [request.posterior.mean.shape for request in requests]
-    most_groups, most_channels = max(G for G, _ in shapes), max(C for _, C in shapes)
-    BG = min(power(most_groups), 64)
-    BC = min(max(TILE // BG, 16), 256, power(most_channels))
+    options = options_of(shapes, requests[0].kind, requests[0].momentum is None, requests[0].observed is not None)
+    BC: int = options["BC"]
     lines, work, begin, scratch = [], list[tuple[int, int]](), 0, 0
     for number, (request, (G, C)) in enumerate(zip(requests, shapes, strict=True)):
         blocks = -(-C // BC)
@@ -213,17 +156,32 @@ def _written(requests: Sequence[TrackingRequest], device: torch.device, starts: 
         programs.view(-1, 2),
         arrived.view(torch.int32),
         scratch,
-        {
-            "BG": BG,
-            "BC": BC,
-            "WIDE": min(power(most_channels), 1024),
-            "ONE_TILE": most_groups <= BG,
-            "KIND": KINDS[requests[0].kind].value,
-            "CUMULATIVE": requests[0].momentum is None,
-            "OBSERVES": requests[0].observed is not None,
-            "num_warps": 4,
-        },
+        options,
     )
+
+
+def launch_of(device: torch.device, options: dict[str, Any]) -> tuple[Ready, tuple[Tensor, ...]]:
+    """A launch with these options, and tensors without memory that stand for its arguments."""
+    dtypes = torch.float32, torch.int64, torch.int64, torch.float32, torch.int32
+    return ready(track_many_kernel, (1,), device, **options), tuple(
+        torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes
+    )
+
+
+def options_of(shapes: Sequence[Sequence[int]], kind: Kind, cumulative: bool, observes: bool) -> dict[str, Any]:
+    """The options of a launch for norms with (G, C) of these sizes."""
+    most_groups, most_channels = max(G for G, _ in shapes), max(C for _, C in shapes)
+    BG = min(power(most_groups), 64)
+    return {
+        "BG": BG,
+        "BC": min(max(TILE // BG, 16), 256, power(most_channels)),
+        "WIDE": min(power(most_channels), 1024),
+        "ONE_TILE": most_groups <= BG,
+        "KIND": KINDS[kind].value,
+        "CUMULATIVE": cumulative,
+        "OBSERVES": observes,
+        "num_warps": 4,
+    }
 
 
 def _rates(request: TrackingRequest) -> int:

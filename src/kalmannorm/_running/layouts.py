@@ -1,0 +1,15 @@
+"""The memory of the moments that the norms of a bundle share in a forward on the short way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Layout:
+    """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on."""
+
+    def __init__(self, groups: Sequence[int], channels: Sequence[int]) -> None:
+        self.groups, self.starts, self.total = groups, list[int](), 0
+        for size, count in zip(groups, channels, strict=True):
+            self.starts.append(self.total)
+            self.total += 4 * size * count  # a multiple of 16 bytes
