@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -381,3 +382,23 @@ def test_hooks_are_only_ours_to_begin_and_end():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.save(model, "/dev/null")
+
+
+class AllInside(Net):
+    """`whole` may wrap all norms."""
+
+    whole = staticmethod(lambda part, x: part(x))
+
+    def forward(self, x):
+        return self.head(self.whole(self.features, x).mean((2, 3)))
+
+
+def test_activation_checkpointing_with_a_weight_that_is_computed():
+    """A bundle reads the computed weight. Nothing that this saves belongs to the segment, which asks for it first."""
+    torch.manual_seed(0)
+    bare = AllInside()
+    parametrizations.weight_norm(bare.block2.conv1)
+    model = convert(bare, image(), statistics_batch_size=2)
+    expected = step(copy.deepcopy(model))
+    model.whole = checkpointed(False)
+    assert_same(step(model), expected)

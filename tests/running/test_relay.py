@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import FunctionType
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import convert
+from kalmannorm._support.activation_checkpoints import segments
 from support.converted_net import NON_LEAF, TRANSITIONS, Net, assert_same, image, net, state, step
 from support.listening import delivered, given
 from support.loop_net import Loop
@@ -112,6 +114,19 @@ def test_checkpoints_inside_a_compiled_model(transition):
     model.run = lambda block, x: checkpoint(block, x, use_reentrant=False)
     model.compile(backend="aot_eager")
     assert_same([step(model, [0])[0]], [expected])
+
+
+def test_code_without_a_hash_on_the_stack():
+    """`torch.compile` generates functions with constants that have none. Checkpoints inside them are found."""
+
+    def call(function):
+        return function()
+
+    code = call.__code__.replace(co_consts=(*call.__code__.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(code)
+    (segment,) = FunctionType(code, {})(lambda: checkpoint(segments, use_reentrant=False))
+    assert not segment.recomputed and not segment.reentrant()
 
 
 def test_inference_mode_before_training():

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from kalmannorm import accumulate_statistics, convert, freeze_statistics
 from kalmannorm._model.settings import norms
 from support.bundled_nets import IMAGE, Blocks, Branches, converted
 from support.poisoned import DEVICE, poison
-from support.short_way import count_short, the_long_way
+from support.short_way import count_repeated, count_short, the_long_way
 from support.wide import narrow
 
 
@@ -301,6 +301,179 @@ def test_a_branch_without_gradients(monkeypatch):
     model, x = small()
     model.__class__ = Half
     assert_same(step(model, x), the_long_way(monkeypatch, step, model, x))
+
+
+class Segments(Small):
+    """Its middle and its end are checkpointed, if it is told to."""
+
+    run = staticmethod(lambda part, x: part(x))
+
+    def forward(self, x):
+        x = self.norm0(self.conv0(x)).relu()
+        x = self.run(self.middle, x)
+        return self.run(lambda x: self.norm2(self.conv2(x)), x)
+
+    def middle(self, x):
+        return self.norm1(self.conv1(x)).relu()
+
+
+def in_a_checkpoint(part, x):
+    return checkpoint(part, x, use_reentrant=False)
+
+
+def in_two_checkpoints(part, x):
+    return checkpoint(lambda x: checkpoint(part, x, use_reentrant=False), x, use_reentrant=False)
+
+
+def in_a_reentrant_checkpoint(part, x):
+    return checkpoint(part, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "short", "repeated"),
+    [(in_a_checkpoint, 3, 2), (in_two_checkpoints, 1, 0), (in_a_reentrant_checkpoint, 1, 0)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_segments_of_checkpoints(run, short, repeated, monkeypatch):
+    """A segment that is neither nested nor re-entrant takes the short way, and so does its recomputation."""
+    model, x = small()
+    model.__class__ = Segments
+    expected = step(model, x)
+    taken, again = count_short(monkeypatch), count_repeated(monkeypatch)
+    monkeypatch.setattr(Segments, "run", staticmethod(run))
+    found = step(model, x)
+    assert (len(taken), len(again)) == (short, repeated)
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+    if run is in_a_checkpoint:  # the others round differently, and some gradients are only rounding errors
+        assert_same(found, expected)
+
+
+def test_two_backwards_through_a_checkpoint(monkeypatch):
+    model, x = small()
+    model.__class__ = Segments
+    expected = twice_backward(copy.deepcopy(model), x)
+    monkeypatch.setattr(Segments, "run", staticmethod(in_a_checkpoint))
+    assert_same(twice_backward(model, x), expected)
+
+
+def test_a_norm_that_runs_again_inside_a_checkpoint(monkeypatch):
+    """The first run is short and the second long, in the forward and in the recomputation."""
+
+    class Again(Segments):
+        def middle(self, x):
+            x = self.conv1(x)
+            return self.norm1(x).relu() + self.norm1(2 * x)
+
+    model, x = small()
+    model.__class__ = Again
+    expected = step(model, x)
+    monkeypatch.setattr(Again, "run", staticmethod(in_a_checkpoint))
+    again = count_repeated(monkeypatch)
+    assert_same(step(model, x), expected)
+    assert len(again) == 2
+
+
+def fewer_examples(norm, x):
+    return norm(x[:3])
+
+
+def without_gradient(norm, x):
+    with torch.no_grad():
+        return norm(x)
+
+
+def other_layout(norm, x):
+    return norm(x.transpose(2, 3).contiguous().transpose(2, 3))
+
+
+class LongFirst(Segments):
+    """Its second norm runs twice, and the first run takes the long way."""
+
+    first = staticmethod(fewer_examples)
+
+    def middle(self, x):
+        x = self.conv1(x)
+        return self.first(self.norm1, 2 * x).sum() + self.norm1(x).relu()
+
+
+@pytest.mark.parametrize("first", [fewer_examples, without_gradient, other_layout], ids=lambda first: first.__name__)
+@pytest.mark.parametrize("run", [Segments.run, in_a_checkpoint], ids=["plain", "checkpoint"])
+def test_the_first_run_is_long(run, first, monkeypatch):
+    """Then so is the second: the updates keep their order, and a recomputation repeats the first run."""
+    model, x = small()
+    model.__class__ = LongFirst
+    monkeypatch.setattr(LongFirst, "first", staticmethod(first))
+    expected = the_long_way(monkeypatch, step, model, x)
+    monkeypatch.setattr(LongFirst, "run", staticmethod(run))
+    taken, again = count_short(monkeypatch), count_repeated(monkeypatch)
+    assert_same(step(model, x), expected)
+    assert len(taken) == 2
+    assert len(again) == (run is in_a_checkpoint)
+
+
+def test_the_first_run_is_long_in_a_part(monkeypatch):
+    """The same in a checkpoint of a part of the model that is called by itself."""
+    model = converted(nn.Sequential(Small()), (4, 2, 5, 5)).to(DEVICE)
+    part, x = model[0], torch.randn(4, 2, 5, 5, device=DEVICE)
+    part.__class__ = LongFirst
+    expected = the_long_way(monkeypatch, own_step, copy.deepcopy(model)[0], x)
+    monkeypatch.setattr(LongFirst, "run", staticmethod(in_a_checkpoint))
+    again = count_repeated(monkeypatch)
+    assert_same(own_step(part, x), expected)
+    assert len(again) == 1
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_checkpoint_inside_the_segment_of_a_norm(with_norm, monkeypatch):
+    """torch recomputes the outer segment because the inner one needs its input."""
+
+    class Nested(Segments):
+        def forward(self, x):
+            return self.run(self.middle, self.norm0(self.conv0(x)).relu())
+
+        def middle(self, x):
+            x = self.norm1(self.conv1(x)).relu()
+            return self.run(lambda x: self.norm2(self.conv2(x)) if with_norm else self.conv2(x).relu(), x)
+
+    model, x = small()
+    model.__class__ = Nested
+    expected = step(model, x)
+    monkeypatch.setattr(Nested, "run", staticmethod(in_a_checkpoint))
+    again = count_repeated(monkeypatch)
+    assert_same(step(model, x), expected)
+    assert len(again) == 1
+
+
+def test_the_recomputation_gets_another_input(monkeypatch):
+    """No prepared kernel reads it. Torch tells that the recomputation differs."""
+
+    class Fewer(Segments):
+        examples = 4
+
+        def middle(self, x):
+            return self.norm1(self.conv1(x[: self.examples])).relu()
+
+    model, x = small()
+    model.__class__ = Fewer
+    monkeypatch.setattr(Fewer, "run", staticmethod(in_a_checkpoint))
+    y = model(x)
+    model.examples = 2
+    with pytest.raises(CheckpointError, match="different"):
+        y.sum().backward()
+
+
+def test_a_setting_changes_between_a_checkpoint_and_its_recomputation(monkeypatch):
+    """The recomputation does what the forward did."""
+    model, x = small()
+    model.__class__ = Segments
+    expected = step(model, x)
+    monkeypatch.setattr(Segments, "run", staticmethod(in_a_checkpoint))
+    x = x.clone().requires_grad_()
+    y = model(x)
+    for norm in with_prior(model):
+        norm.momentum = 0.5
+    (y.square().sum() + y.sum()).backward()
+    torch.testing.assert_close(x.grad, expected["x"])
 
 
 def test_a_norm_that_runs_again(monkeypatch):

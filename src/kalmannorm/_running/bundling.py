@@ -30,11 +30,15 @@ Until then DDP cannot exchange the gradients of its parameters."""
 
 
 class Call(NamedTuple):
-    """One call of a norm: its number, the step of its prior or None if it has none, and the norm."""
+    """One call of a norm: its number, the step of its prior or None if it has none, and the norm.
+
+    `shape` is that of its input in the example.
+    """
 
     identity: int
     target: int | None
     norm: WeakModule
+    shape: tuple[int, ...] = ()
 
 
 class Source(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
-from kalmannorm._ops.dispatch import on_device_of, triton_for
+from kalmannorm._ops.dispatch import PLAIN, on_device_of, triton_for
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
@@ -88,6 +88,7 @@ class PriorBundles:
         self.of_call: dict[int, int] = {}
         self.cached: dict[int, _Cached] = {}
         self.built = False
+        self.kernels_built = False  # whether the kernels of a training step were looked for
         self.lock = threading.Lock()
 
     @classmethod
@@ -95,7 +96,7 @@ class PriorBundles:
         """The bundles for all norms of a plan, or for those in a part of the model."""
         inside = None if part is None else {id(module) for module in part.modules()}
         calls = [
-            Call(call.identity, call.target, norm.module)
+            Call(call.identity, call.target, norm.module, call.shape)
             for norm in plan.norms.values()
             for call in norm.calls
             if call.target is not None or (len(norm.calls) == 1 and plan.transition == "weights")
@@ -109,7 +110,7 @@ class PriorBundles:
         if device.type == "meta" or not self.calls:
             return
         if not results.checked:
-            self._update(context)
+            self.update(context)
             results.checked = True
         number = self.of_call.get(call, None if target is None else self.of_step.get(target))
         if number is not None and number not in results.tried:
@@ -117,7 +118,7 @@ class PriorBundles:
 
     def tensors_of_parts(self, context: Context) -> list[tuple[Part, list[Tensor]]] | None:
         """All parts, and the tensors that they read now. None if one of them does not fit."""
-        self._update(context)
+        self.update(context)
         results, found = Results(), list[tuple[Part, list[Tensor]]]()
         for number, part in enumerate(self.parts):
             if number not in results.tried:
@@ -129,7 +130,8 @@ class PriorBundles:
             found.append((part, tensors))
         return found
 
-    def _update(self, context: Context) -> None:
+    def update(self, context: Context) -> None:
+        """Make the parts, or make them again if a step was replaced."""
         with self.lock:
             self._forget_deleted()
             if not self.built or self._outdated():
@@ -186,7 +188,7 @@ class PriorBundles:
         bundle = part.bundle
         fitting = part.fitting
         assert fitting is not None
-        run = fitting.runs.get(context.dtype)
+        run = aten if PLAIN.active else fitting.runs.get(context.dtype)
         if run is None:
             run = fitting.runs[context.dtype] = runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):

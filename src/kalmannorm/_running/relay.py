@@ -26,9 +26,9 @@ from kalmannorm._ops.track.registered import number_of, track
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.compiled_way import CompiledForward, CompiledModel, prepared, track_norms
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
-from kalmannorm._running.scopes import Scope, ThreadState, kept_by
+from kalmannorm._running.scopes import Memo, Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
-from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments
+from kalmannorm._support.activation_checkpoints import Segment, recompute_id, saved_tensors_hooked, segments, unseen
 from kalmannorm._support.changes import Changes
 from kalmannorm._support.compiling import Site, begin_traced, current, end_traced, in_whole_model
 from kalmannorm._support.pickles import Complete, check_complete
@@ -117,7 +117,7 @@ class Relay:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
             if not active and recompute_id() == -1 and not torch.compiler.is_compiling():
-                state.short = ShortForward(self._bundles_of_part(), state.memo)
+                state.short = ShortForward(self._bundles_of_part(), state.memo, self.model)
         state.depth += 1
 
     def leave(self, whole: bool) -> None:
@@ -172,6 +172,25 @@ class Relay:
                 if segment.key is state.home:
                     return active[:i]
         return active
+
+    def segment(self) -> Segment | None:
+        """The segment in which a norm runs, if it is the only one inside the forward and is not re-entrant.
+
+        In a recomputation it need not be the only one. A segment inside it may have asked for its own input, and torch
+        recomputes the outer one for that. The state that a segment keeps tells how its norms ran.
+        """
+        active = self._segments()
+        if not active or active[0].reentrant():
+            return None
+        return active[0] if len(active) == 1 or active[0].recomputed else None
+
+    def first_in_recomputation(self, call: int, segment: Segment) -> bool:
+        """Whether this is the first run of a call in the recomputation of a segment. It counts as one."""
+        repeated = self._scopes([segment])[0].repeated
+        if call in repeated:
+            return False
+        repeated.add(call)
+        return True
 
     def _scopes(self, active: list[Segment]) -> list[Scope]:
         """The scope of every segment, in the same order."""
@@ -245,15 +264,37 @@ class Relay:
                 return None
             arrived[source] = posterior
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        memo, context = self._memo(scopes, bool(sources), x), Context(x.device, dtype, arrived, x.shape[0])
-        if isinstance(memo, Results):
-            self._bundles_of_part().fill(call, target, context, memo)
-            if call in memo.rows:  # bundles read no posteriors, so there is none to consume
-                return Prior.of_rows(memo.rows[call])
-        previous = self.program.evaluate(target, context, memo)
+        context = Context(x.device, dtype, arrived, x.shape[0])
+        rows = None if sources else self._rows(call, target, context, active)
+        if rows is not None:  # bundles read no posteriors, so there is none to consume
+            return Prior.of_rows(rows)
+        previous = self.program.evaluate(target, context, self._memo(scopes, bool(sources), x))
         if not state.whole:
             self._consume(call, sources)
         return previous
+
+    def _rows(self, call: int, target: int, context: Context, active: list[Segment]) -> Tensor | None:
+        """The rows of a bundle for this call, if it has one.
+
+        The bundle belongs to the whole forward, not to the segment that asks first. A segment keeps the rows that its
+        norms got, and its recomputation takes them again.
+        """
+        if active:
+            kept, key = kept_by(active[0], self), (call, torch.is_grad_enabled())
+            if not active[0].recomputed and not active[0].reentrant() and key not in kept.rows:
+                rows = self._rows(call, target, context, active[1:])
+                if rows is not None:
+                    kept.rows[key] = rows
+            return kept.rows.get(key)
+        if torch.compiler.is_compiling() or self.state.memo is None:
+            return None
+        results = self._memo_of(self.state.memo, context.device, together=closed.applicable())
+        if not isinstance(results, Results):
+            return None
+        if call not in results.rows:
+            with unseen():
+                self._bundles_of_part().fill(call, target, context, results)
+        return results.rows.get(call)
 
     def path(self, wire: Wire, which: int) -> Path | None:
         """The path that leads to a norm in this forward: of those with all their norms, the one with the most norms.
@@ -332,12 +373,14 @@ class Relay:
             memo = None if learned else scopes[0].memo
         else:
             memo = self.state.memo
-        if memo is None:
-            return {}
+        return {} if memo is None else self._memo_of(memo, x.device, together=False)
+
+    @staticmethod
+    def _memo_of(memo: Memo, device: torch.device, together: bool) -> dict[int, Any]:
+        """The results in a memo. `together`: priors are computed in bundles."""
         # A model may use several devices. Results computed without gradients cannot be used with gradients.
-        index = x.device.index, torch.is_grad_enabled()
+        index = device.index, torch.is_grad_enabled()
         if index not in memo:
-            together = memo is self.state.memo and not learned and closed.applicable()
             memo[index] = Results() if together else {}
         return memo[index]
 
@@ -524,18 +567,42 @@ class Wire(Complete):
 
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The whole forward of the norm on the short way. None if it must take the long way."""
+        if not self.simple:
+            return None
+        segment = None
+        if saved_tensors_hooked():
+            segment = self.relay.segment()
+            if segment is None:  # hooks of others must see every norm
+                return None
+            if segment.recomputed:
+                return self._repeat(norm, x, residual, relu, segment)
         state = self.relay.state
         forward = state.short
-        if forward is None or not self.simple:
+        if forward is None:
             return None
         call, target, _, needs = self.paths[0][0]
         ran = state.ran
-        if state.whole and not needs <= ran.keys():
-            return None
-        y = forward.normalize(call, target, norm, x, residual, relu)
+        # After a long run another one follows: both are then tracked in the order in which they ran.
+        ready = not state.whole or (call not in ran and needs <= ran.keys())
+        y: Tensor | None = None
+        if segment is None:
+            y = forward.normalize(call, target, norm, x, residual, relu) if ready else None
+        else:
+            kept = kept_by(segment, self.relay).repeated
+            if ready and call not in kept:
+                y = forward.normalize(call, target, norm, x, residual, relu, segment.key, kept)
+            kept.setdefault(call, None)  # the recomputation repeats the first run, so a later one is never short
         if y is not None:
             ran[call] = len(ran)
         return y
+
+    def _repeat(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, segment: Segment) -> Tensor | None:
+        """In a recomputation: what the first forward did, if that was on the short way."""
+        found = kept_by(segment, self.relay).repeated.get(self.calls[0])
+        if found is None or not self.relay.first_in_recomputation(self.calls[0], segment):
+            return None
+        y = found.run(norm, x, residual, relu, segment.key)
+        return norm._finish(y, residual is not None or relu) if y is not None and norm.then else y
 
     def site(self) -> Site | None:
         """Where the norm is, for compiled code. None if it runs more than once or needs the posteriors of others."""

@@ -6,11 +6,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kalmannorm._running.compiled_way import Left
 from kalmannorm._running.postponed_tracking import PostponedTracking
-from kalmannorm._running.short_way import ShortForward
+from kalmannorm._running.short_way import Repeated, ShortForward
 from kalmannorm._support.activation_checkpoints import Segment
 from kalmannorm.moments import Moments
 
@@ -26,6 +26,7 @@ class Scope:
     posteriors: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     inner: dict[int, Scope] = field(default_factory=dict)  # scopes of segments inside, in their first forward
+    repeated: set[int] = field(default_factory=set)  # in a recomputation: calls that ran again on the short way
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Kept:
 
     entering: dict[int, Moments] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    rows: dict[tuple[int, bool], Tensor] = field(default_factory=dict)  # by call, with or without gradients
+    repeated: dict[int, Repeated | None] = field(default_factory=dict)  # by call: its first run, None if it was long
     paths: dict[int, int] = field(default_factory=dict)  # by call: the path taken, if not the first; -1 for none
     recomputation: tuple[int, Scope] | None = None
 

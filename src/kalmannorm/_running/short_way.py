@@ -5,6 +5,9 @@ norm runs its prepared kernels on the rows that its bundle computed. Its moments
 bundle share, and the running statistics of all of them are updated from there when the forward ends. In every other
 case `normalize` returns None, and the norm takes the long way, which computes the same.
 
+In a segment of an activation checkpoint the recomputation repeats what the forward did, with the same rows, kernels and
+memory (`Repeated`).
+
 A decision expires when a setting of any norm changes (`Changes`). Shapes, layouts, dtypes and the kind of gradient are
 part of the key of what is prepared. The addresses of buffers and parameters are compared in every forward.
 """
@@ -12,7 +15,7 @@ part of the key of what is prepared. The addresses of buffers and parameters are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +26,16 @@ from kalmannorm._ops.dispatch import row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
+from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Call, Part
+from kalmannorm._running.layouts import Layout
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._running.tracking_together import Update, track_together
-from kalmannorm._support.activation_checkpoints import OUTSIDE, saved_tensors_hooked
+from kalmannorm._support.activation_checkpoints import OUTSIDE, unseen
 from kalmannorm._support.changes import Changes
 from kalmannorm._support.checks import check_enough_values
 from kalmannorm._wiring.program import Context
+from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import closed
 
 KEPT = 256
@@ -37,13 +43,12 @@ KEPT = 256
 
 
 def watched() -> bool:
-    """Whether a tracer, a dispatch mode, `torch.func`, forward mode or activation checkpointing must see every norm."""
+    """Whether a tracer, a dispatch mode, `torch.func` or forward mode must see every norm."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or saved_tensors_hooked()
     )
 
 
@@ -71,16 +76,6 @@ class Place:
         usual = norm.takes_short_way() and norm._ranks.choice is None and norm.has_usual_steps()
         self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
         self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
-
-
-class Layout:
-    """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on."""
-
-    def __init__(self, groups: Sequence[int], channels: Sequence[int]) -> None:
-        self.groups, self.starts, self.total = groups, list[int](), 0
-        for size, count in zip(groups, channels, strict=True):
-            self.starts.append(self.total)
-            self.total += 4 * size * count  # a multiple of 16 bytes
 
 
 class ShortPart:
@@ -124,17 +119,59 @@ class Block:
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
 
 
+def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:
+    """What kernels are prepared for."""
+    key: tuple[Any, ...] = x.shape, x.stride(), x.dtype, relu, x.device
+    if residual is None:
+        return key
+    return *key, residual.__class__, residual.shape, residual.stride(), residual.dtype, residual.device
+
+
+class Repeated(NamedTuple):
+    """A norm that ran on the short way inside an activation checkpoint, as its recomputation runs it again.
+
+    It writes the same moments into the same memory.
+    """
+
+    block: Block
+    place: int  # of the norm in its block
+    kernels: RowKernels
+    key: tuple[Any, ...]
+
+    def run(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, region: Any) -> Tensor | None:
+        """The result of the norm. None if its input has another form than in the forward.
+
+        The kernels would then read beyond its memory. On the long way, torch tells that the recomputation differs.
+        """
+        if _key_of(x, residual, relu) != self.key:
+            return None
+        block, index = self.block, self.place
+        start, region = block.layout.starts[index], region if norm.rebuilds else None
+        return normalize(x, block.rows[index], residual, self.kernels, block.memory, start, region)
+
+
 class ShortForward:
     """One forward of a model, or of a part of it, on the short way. `memo` has the results of its bundles."""
 
-    def __init__(self, bundles: PriorBundles, memo: dict[Any, Any]) -> None:
-        self.bundles, self.memo = bundles, memo
+    def __init__(self, bundles: PriorBundles, memo: dict[Any, Any], model: WeakModule | None = None) -> None:
+        self.bundles, self.memo, self.model = bundles, memo, model
         self.blocks: dict[int, Block | None] = {}
 
     def normalize(
-        self, call: int, target: int | None, norm: Any, x: Tensor, residual: Tensor | None, relu: bool
+        self,
+        call: int,
+        target: int | None,
+        norm: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        relu: bool,
+        segment: Any = OUTSIDE,
+        repeated: dict[int, Repeated | None] | None = None,
     ) -> Tensor | None:
-        """The result of a norm, or None: it must take the long way."""
+        """The result of a norm, or None: it must take the long way. The caller knows all hooks on saved tensors.
+
+        Inside an activation checkpoint `segment` is its key, and `repeated` gets what the recomputation needs.
+        """
         if x.__class__ is not Tensor or watched():
             return None
         number = self.bundles.of_call.get(call, -1)
@@ -154,11 +191,9 @@ class ShortForward:
             place.check(norm, block.moments)
         if index in block.ran or not place.usable:
             return None
-        key: tuple[Any, ...] = shape, x.stride(), x.dtype, relu, device
-        if residual is not None:
-            if residual.__class__ is not Tensor:
-                return None
-            key = *key, residual.__class__, residual.shape, residual.stride(), residual.dtype, residual.device
+        if residual is not None and residual.__class__ is not Tensor:
+            return None
+        key = _key_of(x, residual, relu)
         if key not in place.kernels:
             if len(place.kernels) >= KEPT:
                 place.kernels.clear()
@@ -166,11 +201,13 @@ class ShortForward:
         kernels = place.kernels[key]
         if kernels is None or kernels.groups != block.layout.groups[index]:  # m may change inside a forward
             return None
-        start, region = block.layout.starts[index], OUTSIDE if norm.rebuilds else None
+        start, region = block.layout.starts[index], segment if norm.rebuilds else None
         y = normalize(x, block.rows[index], residual, kernels, block.memory, start, region)
         block.ran.add(index)
         if place.tracks:
             block.untracked[index] = kernels.values
+        if repeated is not None:
+            repeated[call] = Repeated(block, index, kernels, key)
         if norm.then:
             y = norm._finish(y, residual is not None or relu)
         return y
@@ -184,7 +221,10 @@ class ShortForward:
             return None
         dtype = statistics_dtype(x)
         context = Context(x.device, dtype, {}, x.shape[0])
-        self.bundles.fill(call, target, context, results)
+        with unseen():
+            if not self.bundles.kernels_built:
+                first_step.build(self.bundles, None if self.model is None else self.model.module(), call, x, context)
+            self.bundles.fill(call, target, context, results)
         number = self.bundles.of_call.get(call)
         if number is None or call not in results.rows:
             return None

@@ -10,19 +10,22 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 _FRAME = getattr(checkpoint, "_CheckpointFrame", ())
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# By identity: code that `torch.compile` generates may have constants without a hash, and then has none itself.
 _REENTRANT = {
-    checkpoint.CheckpointFunction.forward.__code__: False,
-    checkpoint.CheckpointFunction.backward.__code__: True,
+    id(checkpoint.CheckpointFunction.forward.__code__): False,
+    id(checkpoint.CheckpointFunction.backward.__code__): True,
 }
 
 
@@ -39,6 +42,18 @@ class Segment(NamedTuple):
 def saved_tensors_hooked() -> bool:
     """Whether hooks on saved tensors are active, as in an activation checkpoint."""
     return _top_hooks is None or _top_hooks(True) is not None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """A context in which an activation checkpoint does not see what is saved.
+
+    Use it for what its recomputation does not compute again.
+    """
+    return saved_tensors_hooks(_same, _same) if saved_tensors_hooked() else nullcontext()
 
 
 def recompute_id() -> int:
@@ -127,8 +142,8 @@ def _of_hooks(hooks: Any) -> Segment | None:
 
 def _of_function(running: FrameType) -> Segment | None:
     code = running.f_code
-    if code in _REENTRANT:
-        return Segment(running.f_locals["ctx"], _REENTRANT[code])
+    if id(code) in _REENTRANT:
+        return Segment(running.f_locals["ctx"], _REENTRANT[id(code)])
     if code.co_filename != checkpoint.__file__:
         return None
     if code.co_name == "unpack_hook" and isinstance(running.f_locals.get("frame"), _FRAME):

@@ -41,6 +41,7 @@ class CallPlan(Complete):
     others: list[CallPlan] = field(default_factory=list)  # the same call on other paths, from further examples
     first: bool = False  # no norm runs before this call, neither in eval nor in training
     last: bool = False  # no norm runs after this call, neither in eval nor in training
+    shape: tuple[int, ...] = ()  # of its input in the example
 
 
 @dataclass
@@ -164,7 +165,7 @@ def _call_plan(
 ) -> CallPlan:
     norm = run.norms[call]
     sources = list(dict.fromkeys(run.norms[k].name for k in feeding.sources(call)))
-    plan = CallPlan(identities[call], sources, describe_path(run, call))
+    plan = CallPlan(identities[call], sources, describe_path(run, call), shape=run.values[norm.value].shape)
     if isinstance(reader, Beliefs):
         target = reader.prior(call)
         if isinstance(target, Unknown):
