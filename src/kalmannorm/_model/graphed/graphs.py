@@ -23,7 +23,7 @@ from kalmannorm._model.graphed.replay import Ticket, replayed
 from kalmannorm._model.graphed.signature import Arguments, arguments_of, key_of, modes
 from kalmannorm._model.graphed.state import ModelState, Version, device_of
 from kalmannorm._running.short_way import watched
-from kalmannorm._support.activation_checkpoints import recompute_id
+from kalmannorm._support.activation_checkpoints import recompute_id, saved_tensors_hooked
 
 Place = tuple[Hashable, int]
 """A signature, and the number of a pool."""
@@ -110,7 +110,12 @@ class Graphs:
             return f"on {device.type}"
         if torch.is_inference_mode_enabled():
             return "inference mode"
-        if watched() or torch._C._len_torch_function_stack() > 0 or torch.is_anomaly_enabled():
+        if (
+            watched()
+            or saved_tensors_hooked()
+            or torch._C._len_torch_function_stack() > 0
+            or torch.is_anomaly_enabled()
+        ):
             return "a mode of torch watches every operation"
         if recompute_id() != -1:
             return "inside a backward"
