@@ -105,6 +105,13 @@ RECIPE = [
     ),
     Shared("closing_end", float, "--closing-end", "Share of training at which they have.", "0.3 after the start"),
     Shared(
+        "closing_present",
+        float,
+        "--closing-present",
+        "Share of the present forward in the gradients of the closing phase; 0.5 helps fine-tuning.",
+        "0",
+    ),
+    Shared(
         "pretrained",
         bool,
         "--pretrained/--no-pretrained",

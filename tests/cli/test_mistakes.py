@@ -58,6 +58,8 @@ TINY = Recipe(epochs=4, train_examples=128, test_examples=64)
         (["--method", "gn", "--gain", "0.5"], "--gain has no effect on GN: leave it out"),
         (["--method", "gn", "--finish-epochs", "1"], "--finish-epochs has no effect on GN"),
         (["--method", "brn", "--closing-start", "0.3"], "--closing-start has no effect on BRN"),
+        (["--closing-present", "0.5"], "--closing-present needs --closing-start"),
+        (["--closing-start", "0", "--closing-present", "2"], "--closing-present must be"),
         (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum is an option of sgd"),
         (["--threads", "0"], "--threads must be a whole number from 1"),
         (["--resume", "nowhere"], "there is no folder nowhere"),

@@ -127,6 +127,15 @@ def close(tmp_path, more=(), path=None, **options):
     return model, running, watch.seen
 
 
+def test_options_of_the_closing_phase():
+    callback = KalmanCallback(statistics_batch_size=2, closing={"start": 0, "end": 0, "present": 0.5})
+    model = kalmannorm.convert(net(), Classifier.example_input_array, statistics_batch_size=2)
+    callback.following.begin(model, 10, 0)
+    assert (callback.following.phase.strength, callback.following.phase.present) == (1, 0.5)
+    with pytest.raises(ValueError, match="no option 'begin'; it takes start, end, top"):
+        KalmanCallback(closing={"begin": 0})
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_closing_phase_counts_steps_of_the_optimizer(tmp_path, parts):
     model, _, seen = close(tmp_path, accumulate_grad_batches=parts)

@@ -8,7 +8,7 @@ holds the model already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,22 @@ from kalmannorm._support.checks import positive_int
 from kalmannorm.integrations.variance_gaps import VarianceGaps
 
 Data = Iterable[Any] | Callable[[], Iterable[Any]]
-Closing = tuple[float, float]
-"""The shares of training at which the closing phase begins and reaches its full strength."""
+Closing = tuple[float, float] | Mapping[str, float]
+"""The shares of training at which the closing phase begins and reaches its full strength, or options of
+`ClosingPhase`."""
+OPTIONS = "start", "end", "top", "momentum", "present"
+
+
+def _options_of(closing: Closing) -> dict[str, Any]:
+    """The options of the phase. Other mistakes in them are found when it begins."""
+    if isinstance(closing, Mapping):
+        unknown = [name for name in closing if name not in OPTIONS]
+        if unknown:
+            raise ValueError(f"closing has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+        return dict(closing)
+    if len(closing) != 2 or not 0 <= closing[0] <= closing[1] <= 1:
+        raise ValueError(f"closing must be two shares of the training, such as (0.3, 0.6), got {closing!r}")
+    return {"start": closing[0], "end": closing[1]}
 
 
 class Following:
@@ -48,9 +62,7 @@ class Following:
         self.example_input, self.options = example_input, options
         self.data, self.batches, self.forward = recalibrate_on, recalibrate_batches, forward
         self.per_layer, self.gaps = per_layer, VarianceGaps()
-        if closing is not None and not (len(closing) == 2 and 0 <= closing[0] <= closing[1] <= 1):
-            raise ValueError(f"closing must be two shares of the training, such as (0.3, 0.6), got {closing!r}")
-        self.closing = closing
+        self.closing = None if closing is None else _options_of(closing)
         self.phase: ClosingPhase | None = None
 
     def prepare(self, model: nn.Module, example_input: Any) -> None:
@@ -72,8 +84,7 @@ class Following:
             return
         if not math.isfinite(steps):
             raise ValueError("KalmanCallback: closing needs a training with a known number of steps, got none")
-        start, end = self.closing
-        self.phase = ClosingPhase(model, int(steps), start=start, end=end, scaler=scaler)
+        self.phase = ClosingPhase(model, int(steps), scaler=scaler, **self.closing)
         self.phase.load_state_dict({"done": done})
 
     def stepped(self, done: int) -> None:

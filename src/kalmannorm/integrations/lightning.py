@@ -37,7 +37,8 @@ class KalmanCallback(Callback):
         recalibrate_batches: the most batches for it. None takes all.
         forward: `forward(module, batch)` runs the module on such a batch. The default takes the first element.
         closing: two shares of the training, such as (0.3, 0.6). Between them `kalmannorm.ClosingPhase` lets the norms
-            go over to their running statistics. None: no closing phase.
+            go over to their running statistics. Or a dict of its options, for fine-tuning
+            `{"start": 0, "end": 0, "present": 0.5}`. None: no closing phase.
         per_layer: log the gain and the gap of every norm too.
         **options: options of `kalmannorm.convert`, such as `statistics_batch_size=2`.
     """

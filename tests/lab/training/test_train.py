@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import kalmannorm
+from kalmannorm._model.settings import norms
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files.records import Run
 from kalmannorm.lab.machine.devices import resolve
@@ -20,6 +21,7 @@ from kalmannorm.lab.recipes.recipe import Execution, Recipe
 from kalmannorm.lab.training.evaluate import evaluate, evaluation_batch, recalibrated
 from kalmannorm.lab.training.loading import data_of, load_run, model_of
 from kalmannorm.lab.training.optimizer import learning_rate, optimizer_of
+from kalmannorm.lab.training.step import Step
 from kalmannorm.lab.training.train import train
 from kalmannorm_command.app import run
 
@@ -141,6 +143,26 @@ def test_a_closing_phase(tmp_path):
     assert closed > plain + 10
     names = [set(load_file(tmp_path / run / "model.safetensors")) for run in ("plain", "closed")]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("present", "expected"),
+    [(None, [{(False, 0.0)}, {(True, 0.0)}]), (0.5, [{(False, 0.5)}])],
+    ids=["settle", "present"],
+)
+def test_the_step_is_captured_again_when_norms_begin_to_close_and_when_they_settle(
+    present, expected, tmp_path, monkeypatch
+):
+    """With a share of the present forward there is no other way through a settled norm."""
+    phases = []
+
+    def recapture(self):
+        phases.append({(norm.closing.settled, norm.closing.present) for _, norm in norms(self.model)})
+
+    monkeypatch.setattr(Step, "recapture", recapture)
+    phase = {"closing_start": 0.3, "closing_end": 0.6, "closing_present": present}
+    train(dataclasses.replace(TINY, method="bkn", **phase), tmp_path / "run")
+    assert phases == expected
 
 
 def test_gain_and_batch_renorm_schedule():

@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from kalmannorm.lab.files.records import Record
@@ -34,7 +35,7 @@ def draw(rows: Sequence[Record], title: str, *, panel: str, place: str, line: Se
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, value in zip(axes, panels, strict=True):
             own = [row for row in rows if row[panel] == value]
-            _bars(ax, own, places, {name: palette.LIGHT[colour] for name, colour in colours.items()}, place, line)
+            _bars(ax, own, places, colours, place, line)
             ax.set_title(str(value))
         axes[0].set_ylabel("time / baseline")
         highest = max(row["ratio_p80"] for row in rows)
@@ -48,7 +49,7 @@ def draw(rows: Sequence[Record], title: str, *, panel: str, place: str, line: Se
 
 
 def _bars(
-    ax: Axes, rows: Sequence[Record], places: list[str], colours: dict[str, str], place: str, line: Sequence[str]
+    ax: Axes, rows: Sequence[Record], places: list[str], colours: dict[str, int], place: str, line: Sequence[str]
 ) -> None:
     width = 0.8 / len(colours)
     for number, (name, colour) in enumerate(colours.items()):
@@ -57,7 +58,11 @@ def _bars(
         x = [places.index(str(row[place])) + aside for row in own]
         y = [row["ratio"] for row in own]
         spread = [[row["ratio"] - row["ratio_p20"] for row in own], [row["ratio_p80"] - row["ratio"] for row in own]]
-        ax.bar(x, y, width, label=name, color=colour, yerr=spread, error_kw={"elinewidth": 0.8, "ecolor": "#535457"})
+        edge, opacity = palette.filled(colour)
+        ax.bar(
+            x, y, width, label=name, color=edge if opacity == 1 else to_rgba(edge, opacity), edgecolor=edge,
+            yerr=spread, error_kw={"elinewidth": 0.8, "ecolor": "#535457"},
+        )  # fmt: skip
         for at, value in zip(x, y, strict=True):
             if value > TOP:
                 ax.text(at, 0.97 * TOP, f"{value:.1f}", rotation=90, ha="center", va="top", fontsize=7, color="white")

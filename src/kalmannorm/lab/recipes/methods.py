@@ -30,7 +30,7 @@ class Method:
         """Whether this recipe field has an effect on it."""
         closes = self.to in ("kalman", "ghost")
         taken = {"gain": self.to == "kalman", "finish_epochs": self.groups}
-        return (taken | dict.fromkeys(("closing_start", "closing_end"), closes)).get(name, True)
+        return (taken | dict.fromkeys(("closing_start", "closing_end", "closing_present"), closes)).get(name, True)
 
 
 METHODS: dict[str, Method] = {

@@ -38,6 +38,7 @@ BOUNDS: dict[str, Bounds] = {
     "finish_epochs": up_to(1e6),
     "closing_start": up_to(1.0),
     "closing_end": up_to(1.0),
+    "closing_present": up_to(1.0),
     "seed": whole(-(2**63), 2**63 - 1),
 }
 """The range of every number in a recipe, except the setting, which checks itself."""
@@ -84,6 +85,8 @@ class Recipe:
     """The share of training at which `kalmannorm.ClosingPhase` begins. None: there is no closing phase."""
     closing_end: float | None = None
     """The share of training at which it reaches its full strength. None: 0.3 later."""
+    closing_present: float | None = None
+    """`present` of the closing phase: the share of the present forward in its gradients. None: 0."""
     pretrained: bool = False
     seed: int = 0
     deterministic: bool = False
@@ -114,10 +117,9 @@ class Recipe:
                 bounds.check(name, getattr(self, name))
         if self.warmup_epochs + self.finish_epochs > self.epochs:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
-        if self.closing_end is not None and self.closing_start is None:
-            raise LabError(
-                f"{option('closing_end')} needs {option('closing_start')}: without it there is no closing phase"
-            )
+        for name in ("closing_end", "closing_present"):
+            if getattr(self, name) is not None and self.closing_start is None:
+                raise LabError(f"{option(name)} needs {option('closing_start')}: without it there is no closing phase")
         if self.closing_start is not None:
             if self.closing_end is not None and self.closing_end < self.closing_start:
                 raise LabError(f"{option('closing_end')} must be at least {self.closing_start}, got {self.closing_end}")

@@ -267,9 +267,9 @@ class Training:
             raise LabError(f"{self.recipe.model} cannot be trained at {self.recipe.setting}: {error}") from error
         self.optimizer.step()
         if self.phase is not None:
-            closes = self.phase.begun
+            before = self.phase.begun, self.phase.settled
             self.phase.step()
-            if self.phase.begun != closes:
+            if (self.phase.begun, self.phase.settled) != before:
                 self.step.recapture()  # the norms run in another way from now on
         self.averages["loss"].update(loss)
         self.averages["accuracy"].update(100 * accuracy)
@@ -392,7 +392,8 @@ def _closing(model: nn.Module, recipe: Recipe, steps: int) -> ClosingPhase | Non
     start, end = recipe.closing_start, recipe.closing_end
     if start is None:
         return None
-    return ClosingPhase(model, steps, start=start, end=min(start + 0.3, 1.0) if end is None else end)
+    end = min(start + 0.3, 1.0) if end is None else end
+    return ClosingPhase(model, steps, start=start, end=end, present=recipe.closing_present or 0.0)
 
 
 def _told(model: nn.Module, recipe: Recipe) -> str:
