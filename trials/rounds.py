@@ -156,7 +156,34 @@ NINTH = [
     Run("", dataclasses.replace(EARLY[2], top=0.875), decay=1e-3),
 ]
 
+# BKN fits training images better than batch norm even at m = 128, so the depth prior itself regularizes less. Here it
+# is only used until running statistics are known: it fades while they come in.
+FADING = {m: dataclasses.replace(form, fade=1.0) for m, form in MIDDLE.items()}
+TENTH = [
+    Run("", FADING[2], decay=1e-3),
+    Run("", FADING[1], decay=1e-3),
+    Run("", FADING[2], decay=2e-3),
+    Run("", FADING[1], decay=2e-3),
+    Run("", dataclasses.replace(FADING[2], top=0.875), decay=1e-3),
+    Run("", Form(kind="time", m=2, level="mixture", ramp=(0.5, 0.8)), decay=1e-3),
+]
+
+# The CIFAR cells: weight decay for batch norm and for the closing phase of rounds four to eight.
+ELEVENTH = [Run("", form, decay=decay) for decay in (5e-4, 1e-3) for form in (BATCH, MIDDLE[2], MIDDLE[1])]
+
+# Norms that others made for small batches, at the weight decays that were best for batch norm and BKN.
+PEERS = [
+    Run("", Form(kind=kind, m=m), decay=decay)
+    for decay in (5e-4, 1e-3)
+    for kind, m in (("moving", 2), ("moving", 1), ("online", 1), ("standardized", 1))
+]
+
 # The chosen settings, on the test images. What was not chosen in the end has no record.
+CONFIRM_CIFAR10 = [
+    Run("cifar10", form, seed=seed, decay=decay, rate=0.1, test=True)
+    for seed in range(5)
+    for form, decay in ((BATCH, 5e-4), (MIDDLE[2], 5e-4), (MIDDLE[1], 1e-3))
+]
 CONFIRM = [
     Run("", form, seed=seed, decay=decay, rate=rate, test=True)
     for seed in range(5)
@@ -183,6 +210,9 @@ ROUNDS = {
     "seventh": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10") for run in SEVENTH],
     "eighth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in EIGHTH],
     "ninth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in NINTH],
-    "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM],
+    "tenth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in TENTH],
+    "eleventh": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "cifar100") for run in ELEVENTH],
+    "peers": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in PEERS],
+    "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM] + CONFIRM_CIFAR10,
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

@@ -102,11 +102,11 @@ class Training:
                 self.graph.replay()
         self.done += 1
         if self.phase is not None:
-            probes = len(self._probes())
+            before = len(self._probes()), self.phase.settled
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self.phase.step()
-            if self.graph is not None and len(self._probes()) != probes:  # the norms run in another way from now on
-                self.graph = self._captured()
+            if self.graph is not None and (len(self._probes()), self.phase.settled) != before:
+                self.graph = self._captured()  # the norms run in another way from now on
 
     def _probes(self) -> list[Tensor]:
         """Tensors whose gradients the closing phase collects."""

@@ -1,4 +1,5 @@
-"""The time filter of trials/forms.py against its definition, in float64, and a short training on made-up images."""
+"""The time filter of trials/forms.py against its definition, in float64, a short training on made-up images, and the
+scoreboard."""
 
 import copy
 import math
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from trials import table
 from trials.cells import Cell, Data
 from trials.forms import Form
 from trials.training import MOMENTUM, Run, Training, train
@@ -124,3 +126,67 @@ def test_norms_that_do_not_see_brightness_train(form):
     train([training])
     assert math.isfinite(training.loss())
     assert all(not torch.equal(p, old) for p, old in zip(training.model.parameters(), before, strict=True))
+
+
+def test_a_graph_is_captured_again_when_norms_begin_to_close_and_when_they_settle(monkeypatch):
+    class Replay:
+        def replay(self):
+            training._step()
+
+    captured = []
+    monkeypatch.setattr(Training, "_captured", lambda self: captured.append(self.done) or Replay())
+    training = made_up(Form(kind="kalman", m=1, closing=True, means="average"))
+    training.graph = Replay()
+    begun, settled = (math.ceil(share * training.steps) for share in (training.phase.start, training.phase.end))
+    train([training])
+    assert captured == [begun, settled] and begun < settled
+
+
+def recorded(form, seed=0, accuracy=60.0, loss=1.0, key="", **more):
+    row = {
+        "key": f"tiny100 | {form.name} | seed={seed}{key}",
+        "cell": "tiny100",
+        "seed": seed,
+        "epochs": 15,
+        "rate": 0.1,
+    }
+    return {**row, "form": vars(form), "held_out": {"population": accuracy}, "loss": loss, "round": "first", **more}
+
+
+def test_the_scoreboard_has_the_best_first_and_the_last_record_of_a_seed():
+    batch, bkn = Form(kind="batch"), Form(kind="kalman", m=2)
+    rows = [
+        recorded(batch, accuracy=59.0),
+        recorded(bkn, loss=None, accuracy=1.0),
+        recorded(batch, seed=1, accuracy=58.0),
+        recorded(bkn, accuracy=61.0, round="second"),
+        recorded(batch, accuracy=62.0, key=" | decay=0.001"),
+        recorded(bkn, accuracy=1.0, loss=None, decay=2e-3),
+    ]
+    _, *lines = table.scoreboard("tiny100", rows=rows)
+    assert [line[:6] for line in lines] == [
+        ["batch norm at 128", "0.1", "0.001", "1", "62.0", "62.00"],
+        ["BKN, m = 2", "0.1", "0.0005", "1", "61.0", "61.00"],
+        ["batch norm at 128", "0.1", "0.0005", "2", "59.0 58.0", "58.50"],
+        ["BKN, m = 2", "0.1", "0.002", "1", "diverged", ""],
+    ]
+    assert lines[1][-1] == "second"
+    best = table.best(table.scores(rows))
+    assert best is not None and best.setting.decay == 1e-3
+
+
+def test_words_tell_all_recorded_settings_apart():
+    found = table.scores(table.records())
+    assert len(found) > 100
+    for cell in {score.setting.cell for score in found}:
+        for test in (False, True):
+            lines = [tuple(line[:3]) for line in table.scoreboard(cell, test=test)]
+            assert len(set(lines)) == len(lines)
+
+
+def test_runs_are_scored_on_as_many_images_as_told():
+    """One image more changes an accuracy by one step."""
+    for score in table.scores(table.records()):
+        for accuracy in score.accuracies().values():
+            right = accuracy * score.setting.images / 100
+            assert abs(right - round(right)) < 1e-6
