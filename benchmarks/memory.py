@@ -25,9 +25,10 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -56,10 +57,19 @@ def checkpointed(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ in BLOCKS:
             # Not an assignment: a fused module would return to its own forward.
-            vars(module)["forward"] = functools.partial(
-                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            vars(module)["forward"] = functools.partial(_recomputed, module.forward)
     return model
+
+
+def _recomputed(forward: Callable[..., Tensor], given: Tensor | list[Tensor]) -> Tensor:
+    """A block in a checkpoint. DenseNet's blocks get a list, to which others append before it is recomputed."""
+    alone = isinstance(given, Tensor)
+
+    def run(*parts: Tensor) -> Tensor:
+        return forward(parts[0] if alone else list(parts))
+
+    parts = [given] if alone else given
+    return cast(Tensor, checkpoint(run, *parts, use_reentrant=False, preserve_rng_state=False))
 
 
 def build(case: Case) -> dict[str, nn.Module]:
