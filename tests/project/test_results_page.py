@@ -1,0 +1,155 @@
+"""docs/results.md is what `benchmarks/results_page.py` writes from the records, and no result on it is by hand."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import results_lab
+import results_page
+import results_trials
+import results_words
+from measured import ROOT
+from results_words import Difference, difference, paragraph, said, signed, spread
+from scipy import stats
+
+PAGE = results_page.DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_the_records_say():
+    assert results_page.written(PAGE) == PAGE, "run python benchmarks/results_page.py"
+
+
+def test_no_result_is_by_hand():
+    """Accuracies have a decimal. Differences are in points, shares in %."""
+    text = results_page.by_hand(PAGE)
+    assert "## Fine-tuning" in text and "<!--" not in text
+    text = re.sub(r"\]\([^)]*\)", "]", text)  # addresses of links
+    told = set(re.findall(r"\d+\.\d+|\d+ (?:points|%)|5e-4", text))
+    assert told == {"95 %", "0.1", "5e-4"}, "an interval, and the usual learning rate and weight decay"
+
+
+@pytest.mark.parametrize("block", results_page.BLOCKS)
+def test_every_table_names_its_seeds_and_its_origin(block):
+    text = results_page.BLOCKS[block]()
+    if block in ("in short", "the paper", "not run", "when to use what"):
+        return
+    assert (
+        re.search(r"torch \d", text)
+        and re.search(r"\b[0-9a-f]{7}\b", text)
+        and "`python " in text.replace("`kalmannorm compare", "`python ")
+    )
+    assert re.search(r"\bn\b|\(n\)|n = \d|by seed", text) or block == "ideas"  # its runs have seed 0, as the page says
+
+
+def edited(rows, changes):
+    """The records, with the accuracy of the first run that fits changed by so many points."""
+    rows = copy.deepcopy(rows)
+    for wanted, points in changes:
+        row = next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
+        row["accuracy"]["population"] += points
+    return rows
+
+
+def test_another_record_gives_another_page(monkeypatch):
+    read = results_lab.read
+    change = [({"method": "BRN", "statistics_batch": 2}, 5.0)]
+    monkeypatch.setattr(
+        results_lab, "read", lambda name: edited(read(name), change) if name == results_lab.DIGITS else read(name)
+    )
+    assert results_page.written(PAGE) != PAGE
+
+
+def test_a_sentence_that_no_longer_holds_stops_the_script(monkeypatch):
+    read = results_lab.read
+    changes = [({"method": "BKN weights", "statistics_batch": 2, "seed": seed}, -10.0) for seed in range(3)]
+    monkeypatch.setattr(
+        results_lab, "read", lambda name: edited(read(name), changes) if name == results_lab.CIFAR else read(name)
+    )
+    with pytest.raises(SystemExit, match=r"no longer support this sentence .* At m = 2, BKN is"):
+        results_lab.cifar_table()
+
+
+def test_intervals_are_those_of_a_paired_t_test():
+    scores, base = {0: 61.2, 1: 61.4, 2: 60.8, 3: 60.5}, {3: 61.9, 2: 61.6, 1: 61.4, 0: 61.8, 4: 10.0}
+    found = difference(scores, base)
+    test = stats.ttest_rel([scores[seed] for seed in range(4)], [base[seed] for seed in range(4)])
+    interval = test.confidence_interval(0.95)
+    assert found.half is not None
+    assert (found.points - found.half, found.points + found.half) == pytest.approx((interval.low, interval.high))
+    assert found.open == (test.pvalue > 0.05)
+    assert difference({0: 1.0, 1: 2.0}, {0: 2.0, 1: 4.0}) == Difference(-1.5, None), "two seeds have no interval"
+    assert difference({0: 1.0, 1: 2.0, 2: 3.0}, {0: 4.0, 1: 5.0, 2: 6.0}).below
+
+
+def test_numbers_in_words():
+    assert [signed(-0.04), signed(0.25), signed(-1.25, 2)] == ["0.0", "+0.2", "−1.25"]
+    assert [spread({3: 61.25}), spread({0: 60.0, 1: 62.0})] == ["61.2", "61.0 ± 1.4"]
+    assert said("It holds.", True) == "It holds."
+    lines = paragraph("x" * 113 + " at m = 2 and so on").splitlines()
+    assert lines == ["x" * 113 + " at", "m = 2 and so on"]
+
+
+def test_digits_are_the_seeds_of_the_figure():
+    """The first file that has a seed counts, there and here."""
+    by_size = {row["seed"] for row in results_lab.read(results_lab.BY_SIZE)}
+    both = results_lab.digits("BN", 2, "population")
+    assert set(both) > by_size
+    for row in results_lab.read(results_lab.BY_SIZE):
+        if (row["method"], row["statistics_batch"]) == ("BN", 2):
+            assert both[row["seed"]] == row["accuracy"]["population"]
+    script = (ROOT / "docs" / "figures" / "accuracy.py").read_text(encoding="utf-8")
+    assert script.index("digits-by-size.jsonl") < script.index("records/accuracy.jsonl")
+
+
+def test_every_trial_is_on_the_page():
+    """In the table of ideas, or in that of rates and decays, or as the best of a norm."""
+    ideas = [score for own in results_trials.ideas().values() for score in own]
+    shown = [score for cell in results_trials.cells() for score in results_trials.held_out(cell)]
+    assert len(shown) == sum(not score.setting.test for score in results_trials.all_scores()), "of another length"
+    for cell in results_trials.cells():
+        for score in results_trials.held_out(cell):
+            rated = (
+                results_trials.is_plain(score.setting.form) and results_trials._kind(score) in results_trials.LEARNED
+            )
+            assert score in ideas or rated or score.setting.form.kind in results_trials.OTHERS, score.setting
+
+
+def test_references_differ_in_the_idea_alone():
+    for own in results_trials.ideas().values():
+        for score in own:
+            assert min(score.rows) == 0, "the page says that all numbers are those of seed 0"
+            base = results_trials.reference(score)
+            if base is None:
+                continue
+            mine, other = score.setting, base.setting
+            assert (mine.cell, mine.rate, mine.decay) == (other.cell, other.rate, other.decay)
+            assert mine.form.m == other.form.m and mine.form != other.form and results_trials.is_plain(other.form)
+
+
+def test_what_was_run_is_not_listed_as_not_run(monkeypatch):
+    monkeypatch.setattr(results_page, "NOT_RUN", [("Run.", lambda: True), ("Not run.", lambda: False)])
+    assert results_page.not_run() == "- Not run.\n"
+
+
+def test_a_new_cell_needs_a_name(monkeypatch):
+    (score, *_) = results_trials.all_scores()
+    other = copy.deepcopy(score)
+    object.__setattr__(other.setting, "cell", "new")
+    monkeypatch.setattr(results_trials, "all_scores", lambda: (score, other))
+    with pytest.raises(SystemExit, match=r"give these cells a name .*\['new'\]"):
+        results_trials.cells()
+
+
+def test_what_the_page_for_deciding_says_of_small_batches():
+    page = " ".join((ROOT / "docs" / "should-i-use-it.md").read_text(encoding="utf-8").split())
+    assert "Moving Average Batch Normalization was the best method in batches of 1 there" in page
+    means = {
+        key: results_words.mean(found) for key in results_lab.SMALL_METHODS if (found := results_lab.small(*key, 1))
+    }
+    assert max(means, key=means.__getitem__) == ("mabn", None)
+
+
+def test_standard_errors():
+    assert results_words.standard_error(50.0, 10_000) == pytest.approx(0.5)
