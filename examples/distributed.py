@@ -43,7 +43,7 @@ def main(steps: int = 5) -> None:
     distributed.all_gather(states, state)
     if rank == 0:
         equal = all(torch.equal(state, other) for other in states)
-        print(f"{len(states)} processes, gains {kalmannorm.gains(model)}, equal: {equal}")
+        print(f"{len(states)} processes, gains {kalmannorm.gains(model)}, equal: {equal}", flush=True)
     distributed.destroy_process_group()
 
 

@@ -41,9 +41,16 @@ def test_micro_batches_are_one_batch():
 def test_two_processes_learn_the_same():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "distributed.py")], env=environment, capture_output=True, text=True, timeout=300
-    )
+
+    def run():
+        script = [*command, str(EXAMPLES / "distributed.py")]
+        return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = run()
+    # DDP of torch 2.10 keeps its gloo group, whose threads live on behind `destroy_process_group`. If one of them lets
+    # go of a tensor while Python shuts down, the process aborts with these words, after all its work (pytorch #190489).
+    if "terminate called without an active exception" in done.stderr and "equal: True" in done.stdout:
+        done = run()
     assert done.returncode == 0, done.stderr
     assert re.search(r"2 processes, gains .*'module\.4': 0\.5\d+.*, equal: True", done.stdout)
 
