@@ -24,7 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kalmannorm import convert, fuse
-from kalmannorm._ops import dispatch, triton_building, triton_launching
+from kalmannorm._ops import dispatch, plain, triton_building, triton_launching
 from kalmannorm._ops.normalize import registered, triton_rows, triton_run
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.triton_building import Wanted, build, jobs_of, missing, workers_for
@@ -340,7 +340,7 @@ def test_fuse_builds_no_kernel(monkeypatch):
     seen = []
 
     def kernels_for(x, size):
-        seen.append((x.dtype, dispatch.PLAIN.active))
+        seen.append((x.dtype, plain.PLAIN.active))
         return dispatch.aten
 
     monkeypatch.setattr(registered, "kernels_for", kernels_for)
@@ -349,13 +349,13 @@ def test_fuse_builds_no_kernel(monkeypatch):
     model = net(fused=True)
     assert len(model.fusion.fused) == 3
     assert seen and all(plain or dtype == torch.float64 for dtype, plain in seen)
-    assert any(plain for _, plain in seen) and not dispatch.PLAIN.active
+    assert any(plain for _, plain in seen) and not plain.PLAIN.active
 
 
 def test_without_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "triton_for", lambda device: triton_run)
     device = torch.device("cuda", 0)
     assert dispatch.has_kernels(device)
-    with dispatch.without_kernels():
+    with plain.without_kernels():
         assert not dispatch.has_kernels(device)
     assert dispatch.has_kernels(device)

@@ -1,12 +1,10 @@
-"""Choose the kernels: Triton kernels on CUDA devices that support them, PyTorch operations everywhere else."""
+"""Choose the kernels: Triton kernels on CUDA devices, C kernels on CPUs, PyTorch operations everywhere else."""
 
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -14,34 +12,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kalmannorm._groups import group_size
-from kalmannorm._ops.normalize import aten, aten_settled
+from kalmannorm._ops.normalize import aten, aten_settled, native
 from kalmannorm._ops.normalize.aten_rows import AtenRows
+from kalmannorm._ops.normalize.native_rows import NativeRows
+from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.track import aten_many
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 2**20
 """A tile has at most 2048 positions. With 2^20 channels its last one is 2^31 values behind the first."""
-
-
-class _Plain(threading.local):
-    active = False
-
-
-PLAIN = _Plain()
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Use PyTorch operations in this thread, for runs without gradients whose numbers nobody reads.
-
-    Kernels would be built for them, which takes far longer than the run.
-    """
-    before = PLAIN.active
-    PLAIN.active = True
-    try:
-        yield
-    finally:
-        PLAIN.active = before
 
 
 def transformed() -> bool:
@@ -53,6 +32,8 @@ def transformed() -> bool:
 
 def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     """A module with the functions `forward` and `backward` of `aten`."""
+    if native.fits(x):
+        return native
     if x.device.type != "cuda" or x.dtype not in DTYPES or x.numel() == 0 or PLAIN.active:
         return aten
     # Offsets inside a group and inside a tile have 32 bits. Offsets of groups and tiles have 64.
@@ -64,7 +45,7 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 
 def settled_kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     """A module with the functions `forward` and `backward` of `aten_settled`."""
-    if kernels_for(x, statistics_batch_size) is aten:
+    if kernels_for(x, statistics_batch_size) in (aten, native):
         return aten_settled
     from kalmannorm._ops.normalize import triton_settled_run
 
@@ -73,7 +54,10 @@ def settled_kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 
 def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
     """The class that prepares a norm on x for the short way, or None."""
-    if kernels_for(x, statistics_batch_size) is aten:
+    kernels = kernels_for(x, statistics_batch_size)
+    if kernels is native:
+        return NativeRows
+    if kernels is aten:
         return AtenRows if x.device.type == "cpu" else None
     from kalmannorm._ops.normalize.triton_rows import TritonRows
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
-from kalmannorm._ops.dispatch import PLAIN, on_device_of, triton_for
+from kalmannorm._ops.dispatch import on_device_of, triton_for
+from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.propagate import aten
 from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle

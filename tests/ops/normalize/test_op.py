@@ -14,6 +14,7 @@ from kalmannorm._ops.normalize.registered import batch_kalman_norm as op
 from kalmannorm._ops.normalize.registered import observe
 from support.op_arguments import SHAPES, TOLERANCE, arguments, assert_same, channels_last, relative_error, run
 
+pytestmark = pytest.mark.usefixtures("each_kernels")
 LAYOUTS = {f"{name}-contiguous": (shape, "contiguous") for name, shape in SHAPES.items()}
 LAYOUTS |= {f"{name}-channels_last": (shape, "channels_last") for name, shape in SHAPES.items() if len(shape) > 3}
 

@@ -13,6 +13,7 @@ from kalmannorm._ops.normalize.arguments import Inputs, Results
 from kalmannorm._ops.normalize.registered import batch_kalman_norm as op
 from support.op_arguments import arguments, channels_last, relative_error
 
+pytestmark = pytest.mark.usefixtures("each_kernels")
 LAYOUTS = {"contiguous": torch.Tensor.contiguous, "channels_last": channels_last}
 
 

@@ -13,6 +13,7 @@ from kalmannorm._ops.normalize import naive
 from kalmannorm._ops.normalize.registered import batch_kalman_norm as op
 from support.op_arguments import TOLERANCE, arguments, channels_last, relative_error
 
+pytestmark = pytest.mark.usefixtures("each_kernels")
 KINDS = {"relu": (False, True), "residual": (True, False), "both": (True, True)}
 
 

@@ -25,7 +25,7 @@ from kalmannorm._model.fusion.saving import save_where_possible
 from kalmannorm._model.fusion.symbolic import NotTraceableError, arguments_of
 from kalmannorm._model.fusion.units import Units, find_units
 from kalmannorm._model.settings import norms, require_norms
-from kalmannorm._ops.dispatch import without_kernels
+from kalmannorm._ops.plain import without_kernels
 from kalmannorm._support.fused_modules import REPORT, Argument, fuse_module, unfuse
 from kalmannorm._wiring.recording.trace import arguments
 from kalmannorm._wiring.recording.untouched import untouched

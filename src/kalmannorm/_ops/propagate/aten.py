@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kalmannorm._filter import gain_of, gain_slope
-from kalmannorm._ops.propagate import aten_layers
+from kalmannorm._ops.propagate import aten_layers, native_layers
 from kalmannorm._ops.propagate.bundle import (
     BIAS,
     GAIN,
@@ -92,6 +92,7 @@ class _Ready(NamedTuple):
     affine: Tensor  # (2, beliefs): where the gradients of β and γ from the norms are in (5, channels), or behind it
     device: torch.device
     geometries: dict[Any, aten_layers.Geometry]
+    room: native_layers.Room
 
     def geometry(self, layer: Layer, dtype: torch.dtype) -> aten_layers.Geometry:
         if (layer.axes, dtype) not in self.geometries:
@@ -113,6 +114,7 @@ def _ready(bundle: Bundle, device: torch.device) -> _Ready:
                 bundle.logit_places.to(device),
                 affine_places(bundle).to(device),
                 device,
+                {},
                 {},
             )
     ready: _Ready = bundle.tables["aten", device]
@@ -322,7 +324,7 @@ def backward(
     for elementwise, layers in zip(reversed(ready.elementwise), reversed(ready.layers), strict=True):
         for layer, work in reversed(layers):
             seen = ready.geometry(layer, entries.dtype)
-            _layer_gradient(layer, work, entries, grads, tensors, kept.pop()[0], seen, asked, found)
+            _layer_gradient(layer, work, entries, grads, tensors, kept.pop()[0], seen, asked, ready.room, found)
         for each, work in reversed(elementwise):
             _function_gradient(each.function, work, entries, grads, kept.pop())
     from_norms = None
@@ -347,11 +349,12 @@ def _layer_gradient(
     away: Tensor | None,
     seen: aten_layers.Geometry,
     asked: Sequence[bool],
+    room: native_layers.Room,
     found: list[Tensor | None],
 ) -> None:
     weight, given, grad = tensors[layer.weight], _taken(entries, work.a), grads[:, work.out]
     d_given, d_weight = aten_layers.backward(
-        layer, grad, given, weight.to(entries.dtype), away, seen, asked[layer.weight]
+        layer, grad, given, weight.to(entries.dtype), away, seen, asked[layer.weight], room
     )
     _added(grads, work.a, d_given)
     if d_weight is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmannorm._ops.propagate import native_layers
 from kalmannorm._ops.propagate.bundle import Layer
 from kalmannorm.moments.linear import convolved, convolved_gradient, group_weight
 from kalmannorm.moments.windows import windows
@@ -54,6 +55,8 @@ def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry, out: Te
         mean, var, away = convolved(given[:1], given[1:], _grouped(layer, weight), *around)
         out[0], out[1] = mean[0], var[0]
         return away
+    if native_layers.fits(weight):
+        return native_layers.forward(given, weight, seen[:3], out)
     taps = seen.of_taps.numel()
     matrix = weight.reshape(layer.outputs, -1)
     weighted = given if taps == 1 else (given.unsqueeze(2) * seen.of_taps).flatten(1)
@@ -71,7 +74,14 @@ def forward(layer: Layer, given: Tensor, weight: Tensor, seen: Geometry, out: Te
 
 
 def backward(
-    layer: Layer, grad: Tensor, given: Tensor, weight: Tensor, away: Tensor | None, seen: Geometry, asked: bool
+    layer: Layer,
+    grad: Tensor,
+    given: Tensor,
+    weight: Tensor,
+    away: Tensor | None,
+    seen: Geometry,
+    asked: bool,
+    room: native_layers.Room,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients with respect to the moments, (2, C), and the weight (if `asked`), from the gradients `grad` (2, K)."""
     if not _dense(layer):
@@ -82,6 +92,8 @@ def backward(
         if d_weight is not None:
             d_weight = (d_weight.transpose(1, 2) if layer.transposed else d_weight).reshape(layer.shape)
         return torch.cat([mean, var]), d_weight
+    if native_layers.fits(weight):
+        return native_layers.backward(grad, given, weight, away, seen[:3], asked, room, layer.weight)
     taps = seen.of_taps.numel()
     matrix = weight.reshape(layer.outputs, -1)
     by_tap = torch.mv(matrix.square().t(), grad[1])

@@ -1,0 +1,157 @@
+"""The C kernels for CPUs: built at first use by the C compiler of the machine, and kept for later processes.
+
+They know no torch, only addresses and numbers. So one build serves all versions of torch. Without a compiler there are
+no C kernels, and PyTorch operations run instead. They use torch's own threads: the OpenMP library that torch has loaded
+is made visible to them. If it is not found, they run in one thread.
+
+    KALMANNORM_NATIVE=0        never build or use C kernels
+    KALMANNORM_NATIVE_CACHE    the folder for builds. Otherwise it is `kalmannorm` in the user's folder for caches
+    CC                         the compiler
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.plain import PLAIN
+
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+SOURCES = ("normalize/native.c", "propagate/native.c")
+HEADERS = ("native.h",)
+FUNCTIONS = {"observe": 3, "forward": 2, "again": 2, "backward": 2, "layer_forward": 7, "layer_backward": 10}
+"""How many addresses each function takes. Then follows the number of threads."""
+COMPILERS = ("cc", "gcc", "clang")
+COMMON = ("-std=c11", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+SECONDS = 120
+SMALL = 2**14
+"""Values. With fewer than this, starting a second thread takes longer than the work."""
+_HERE = Path(__file__).parent
+_building = threading.Lock()
+
+
+def usable(x: Tensor) -> bool:
+    """Whether C kernels can read a tensor, if it has no gaps: a plain float32 or float64 tensor on a CPU."""
+    return x.device.type == "cpu" and x.dtype in DTYPES and not PLAIN.active and library(x.dtype) is not None
+
+
+def threads_for(values: int) -> int:
+    """The number of threads for so many values."""
+    return torch.get_num_threads() if values >= SMALL else 1
+
+
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The C kernels for a dtype. None if they cannot be built."""
+    try:
+        return _LOADED[dtype]
+    except KeyError:
+        with _building:
+            if dtype not in _LOADED:
+                _LOADED[dtype] = _load(dtype)
+        return _LOADED[dtype]
+
+
+_LOADED: dict[torch.dtype, ctypes.CDLL | None] = {}
+
+
+def _load(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype not in DTYPES or sys.platform != "linux" or os.environ.get("KALMANNORM_NATIVE") == "0":
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    try:
+        openmp = _openmp()
+        found = ctypes.CDLL(str(_built(compiler, dtype, openmp)))
+    except (OSError, subprocess.SubprocessError):  # a broken compiler, a folder that cannot be written
+        return None
+    for name, places in FUNCTIONS.items():
+        getattr(found, name).argtypes = [*[ctypes.c_void_p] * places, ctypes.c_long]
+    return found
+
+
+def _compiler() -> str | None:
+    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
+
+
+@functools.cache
+def _openmp() -> bool:
+    """Make the OpenMP library of torch visible to libraries that are loaded later. False if there is none."""
+    with open("/proc/self/maps") as maps:
+        loaded = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)", maps.read())
+    if not loaded:
+        return False
+    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _built(compiler: str, dtype: torch.dtype, openmp: bool) -> Path:
+    """The library file. It is built if there is none for these sources, this compiler and this kind of processor."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    flags = [*COMMON, native, f"-DREAL={DTYPES[dtype]}", "-fopenmp" if openmp else "-fopenmp-simd"]
+    content = b"".join((_HERE / name).read_bytes() for name in (*HEADERS, *SOURCES))
+    key = hashlib.sha256(content + repr((compiler, flags, _processor())).encode()).hexdigest()[:24]
+    folder = _folder()
+    path = folder / f"native-{DTYPES[dtype]}-{key}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            objects = [f"{scratch}/{number}.o" for number in range(len(SOURCES))]
+            for name, made in zip(SOURCES, objects, strict=True):
+                _run([compiler, *flags, "-c", str(_HERE / name), "-o", made])
+            # Linked without -fopenmp, which would add a second OpenMP library with threads of its own.
+            _run([compiler, "-shared", *objects, "-lm", "-o", f"{scratch}/native.so"])
+            os.replace(f"{scratch}/native.so", path)  # another process may do the same at the same time
+    return path
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+
+
+def _folder() -> Path:
+    """The folder for builds. It is private: code in it is loaded into processes of its user."""
+    given = os.environ.get("KALMANNORM_NATIVE_CACHE")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(given) if given else caches / "kalmannorm"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    return _own_folder()
+
+
+@functools.cache
+def _own_folder() -> Path:
+    """A folder for this process alone, where no other can be written."""
+    kept = tempfile.TemporaryDirectory(prefix="kalmannorm-")
+    _KEPT.append(kept)
+    return Path(kept.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _processor() -> str:
+    """The kind of processor: builds use all its instructions, and a folder may be shared by different machines."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            text = file.read()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted(set(re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", text, re.MULTILINE))))

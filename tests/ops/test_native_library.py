@@ -1,0 +1,102 @@
+"""The C kernels are built once, privately, with torch's threads, and nothing fails without a compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kalmannorm import _ops
+from kalmannorm._ops import native_library
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="no C compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library is loaded, and the folder for builds is new."""
+    monkeypatch.setattr(native_library, "_LOADED", {})
+    monkeypatch.setenv("KALMANNORM_NATIVE_CACHE", str(tmp_path / "builds"))
+    return tmp_path / "builds"
+
+
+def builds(monkeypatch):
+    commands, run = [], native_library._run
+    monkeypatch.setattr(native_library, "_run", lambda command: (commands.append(command), run(command)))
+    return commands
+
+
+def test_built_once_and_found_by_the_next_process(fresh, monkeypatch):
+    commands = builds(monkeypatch)
+    assert native_library.library(torch.float32) is not None
+    first = len(commands)
+    assert first == len(native_library.SOURCES) + 1
+    native_library._LOADED.clear()  # as in another process
+    assert native_library.library(torch.float32) is not None
+    assert len(commands) == first
+    assert [path.suffix for path in fresh.iterdir()] == [".so"]  # nothing else stays
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+
+
+def test_another_processor_gets_its_own_build(fresh, monkeypatch):
+    native_library.library(torch.float64)
+    native_library._LOADED.clear()
+    monkeypatch.setattr(native_library, "_processor", lambda: "another")
+    native_library.library(torch.float64)
+    assert len(list(fresh.iterdir())) == 2
+
+
+@pytest.mark.parametrize("how", ["off", "missing", "broken", "hanging"])
+def test_without_a_compiler_pytorch_operations_run(fresh, monkeypatch, tmp_path, how):
+    if how == "off":
+        monkeypatch.setenv("KALMANNORM_NATIVE", "0")
+    elif how == "missing":
+        monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    else:
+        script = tmp_path / "cc"
+        script.write_text("#!/bin/sh\nexit 1\n" if how == "broken" else "#!/bin/sh\nexec sleep 60\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CC", str(script))
+        monkeypatch.setattr(native_library, "SECONDS", 0.2)
+    x = torch.randn(4, 3, 5, 5)
+    assert not native_library.usable(x)
+    assert torch.allclose(_ops.dispatch.kernels_for(x, 2).observe(x, 2)[0][0], x[:2].mean((0, 2, 3)), atol=1e-6)
+
+
+def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KALMANNORM_NATIVE_CACHE", str(tmp_path / "file" / "builds"))
+    assert native_library.library(torch.float32) is not None
+
+
+def test_one_openmp_library():
+    """A second one would have threads of its own, which wait in a loop for work on the same cores."""
+    if native_library.library(torch.float32) is None or not native_library._openmp():
+        pytest.skip("torch has no OpenMP here")
+    with open("/proc/self/maps") as maps:
+        loaded = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*", maps.read()))
+    assert len(loaded) == 1
+
+
+def test_a_forked_process():
+    """Without threads of its own, as a worker of a data loader."""
+    script = """
+import os, torch, kalmannorm
+torch.set_num_threads(2)
+norm = kalmannorm.GhostBatchNorm2d(64, statistics_batch_size=2)
+x = torch.randn(4, 64, 32, 32)
+expected = norm(x)
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    os._exit(0 if torch.equal(norm(x), expected) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
