@@ -20,14 +20,14 @@ from torch.nn import functional as F
 
 from kalmannorm import _filter as kalman
 from kalmannorm._groups import cast, group_sizes, statistics_dtype
-from kalmannorm._ops.normalize import aten
+from kalmannorm._ops.normalize import aten, native
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs, SettledResults
 from kalmannorm.moments import Moments
 
 
 def forward(inputs: SettledInputs) -> SettledResults:
     x, *filtered, weight, bias, mean, var, size, eps, residual, relu = inputs
-    seen = Moments(*aten.observe(x, size))
+    seen = Moments(*(native if native.fits(x) else aten).observe(x, size))
     if weight.dim() == 1 and bias.dim() == 1:
         # The operations of population inference, so the bits are the same.
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
