@@ -6,10 +6,13 @@ import gc
 import importlib.util
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+
+from kalmannorm._ops.plain import without_kernels
 
 torch.set_num_threads(1)
 
@@ -49,3 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("inductor") and compiler is None:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler for inductor"))
+
+
+@pytest.fixture(params=["native", "aten"])
+def each_kernels(request):
+    """The test runs with C kernels, if there is a compiler, and with PyTorch operations."""
+    with without_kernels() if request.param == "aten" else nullcontext():
+        yield request.param

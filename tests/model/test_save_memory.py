@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kalmannorm
-from kalmannorm._ops.normalize import aten
+from kalmannorm._ops.normalize import aten, native
 from kalmannorm._support.kept_tensors import kept_tensors
 from support import two_ranks
 from support.fusion_nets import NETS, assert_same, converted, images, trained
@@ -98,10 +98,21 @@ def test_the_report_says_what_is_saved_where():
     assert "outputs of 13 of 14 norms computed again in the backward" in str(report).splitlines()
 
 
+def watch_again(monkeypatch, tell):
+    """Call `tell` with every output that is computed again, in C or in PyTorch operations."""
+    for module in (aten, native):
+
+        def watched(*given, again=module.again):
+            y = again(*given)
+            tell(y)
+            return y
+
+        monkeypatch.setattr(module, "again", watched)
+
+
 def test_every_output_is_computed_once(monkeypatch):
     calls = []
-    again = aten.again
-    monkeypatch.setattr(aten, "again", lambda *given: calls.append(1) or again(*given))
+    watch_again(monkeypatch, calls.append)
     _, saving = small(images())
     calls.clear()
     gradients(saving, images())
@@ -245,14 +256,7 @@ def test_memory_is_free_after_the_backward(to, monkeypatch):
     x = images()
     _, saving = small(x, to=to)
     inputs, rebuilt = [], []
-    again = aten.again
-
-    def noted(*given):
-        y = again(*given)
-        rebuilt.append(weakref.ref(y.untyped_storage()))
-        return y
-
-    monkeypatch.setattr(aten, "again", noted)
+    watch_again(monkeypatch, lambda y: rebuilt.append(weakref.ref(y.untyped_storage())))
     for module in saving.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import freeze_priors, set_inference
-from kalmannorm._ops.propagate import aten
+from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._running import bundling
 from kalmannorm._running.prior_bundles import PriorBundles
 from support.bundled_nets import (
@@ -85,12 +85,25 @@ def assert_same(found, expected):
 def work(monkeypatch):
     """How often anything was computed in bundles."""
     calls = []
-    original = aten.forward
-    monkeypatch.setattr(aten, "forward", lambda *args: calls.append(args[0]) or original(*args))
+    watch_forwards(monkeypatch, lambda made, bundle: calls.append(bundle))
     return calls
 
 
+def watch_forwards(monkeypatch, tell):
+    """Call `tell` with the results and the bundle of every forward, in C and in PyTorch operations."""
+    for module in (aten, native_bundle):
+        original = module.forward
+
+        def watched(bundle, *args, original=original, **options):
+            made = original(bundle, *args, **options)
+            tell(made, bundle)
+            return made
+
+        monkeypatch.setattr(module, "forward", watched)
+
+
 @every
+@pytest.mark.usefixtures("each_kernels")
 @pytest.mark.parametrize("at_once", [32, 1], ids=["one part", "many parts"])
 def test_equals_one_by_one(case, at_once, one_by_one, monkeypatch):
     monkeypatch.setattr(bundling, "TOGETHER", at_once)
@@ -431,14 +444,8 @@ def test_a_parameter_changed_between_two_backwards():
 
 def test_a_backward_frees_the_memory_of_its_bundle(monkeypatch):
     """Even if the losses are kept."""
-    saved, forward = [], aten.forward
-
-    def watched(*args, **options):
-        made = forward(*args, **options)
-        saved.extend(map(weakref.ref, made.saved))
-        return made
-
-    monkeypatch.setattr(aten, "forward", watched)
+    saved = []
+    watch_forwards(monkeypatch, lambda made, bundle: saved.extend(map(weakref.ref, made.saved)))
     model, x = heads()
     losses = model(x)
     assert saved

@@ -32,7 +32,16 @@ from kalmannorm._ops.plain import PLAIN
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 SOURCES = ("normalize/native.c", "propagate/native.c")
 HEADERS = ("native.h",)
-FUNCTIONS = {"observe": 3, "forward": 2, "again": 2, "backward": 2, "layer_forward": 7, "layer_backward": 10}
+FUNCTIONS = {
+    "observe": 3,
+    "forward": 2,
+    "again": 2,
+    "backward": 2,
+    "layer_forward": 7,
+    "layer_backward": 10,
+    "bundle_forward": 5,
+    "bundle_backward": 7,
+}
 """How many addresses each function takes. Then follows the number of threads."""
 COMPILERS = ("cc", "gcc", "clang")
 COMMON = ("-std=c11", "-O2", "-ftree-vectorize", "-fno-math-errno", "-fno-trapping-math", "-fPIC")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.plain import PLAIN
-from kalmannorm._ops.propagate import aten
+from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
@@ -269,7 +269,9 @@ def _probe(tensors: list[Tensor]) -> Tensor:
 
 
 def runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
-    """The module that runs the bundle: Triton kernels if possible, else PyTorch operations."""
+    """The module that runs the bundle: Triton kernels or C kernels if possible, else PyTorch operations."""
+    if context.device.type == "cpu" and native_bundle.applies(bundle, context.dtype, tensors):
+        return native_bundle
     if (
         context.device.type == "cuda"
         and context.dtype == torch.float32

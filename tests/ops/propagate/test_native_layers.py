@@ -77,17 +77,17 @@ def test_the_same_bits_with_any_number_of_threads(last, monkeypatch):
 
 def test_memory_of_a_gradient_is_used_again_unless_somebody_has_it():
     weight, room = torch.randn(native_layers.LARGE), {}
-    first = native_layers._gradient_like(weight, room, 0)
+    first = native_layers.gradient_like(weight, room, 0)
     address = first.data_ptr()
-    second = native_layers._gradient_like(weight, room, 0)
+    second = native_layers.gradient_like(weight, room, 0)
     assert second.data_ptr() != address  # `first` is still there
     part = second.detach()[5:]
     address = second.data_ptr()
     del second
-    assert native_layers._gradient_like(weight, room, 0).data_ptr() != address  # a view of it is
-    free = native_layers._gradient_like(weight, room, 0).data_ptr()
-    assert native_layers._gradient_like(weight, room, 0).data_ptr() == free
-    assert native_layers._gradient_like(weight.double(), room, 0).dtype == torch.float64
+    assert native_layers.gradient_like(weight, room, 0).data_ptr() != address  # a view of it is
+    free = native_layers.gradient_like(weight, room, 0).data_ptr()
+    assert native_layers.gradient_like(weight, room, 0).data_ptr() == free
+    assert native_layers.gradient_like(weight.double(), room, 0).dtype == torch.float64
     assert part.numel() == weight.numel() - 5
 
 

@@ -109,7 +109,7 @@ def _ready(bundle: Bundle, device: torch.device) -> _Ready:
                     [(each, _work(each, each.start + each.outputs, device)) for each in stage.layers]
                     for stage in bundle.stages
                 ],
-                [_where(result, device) for result in bundle.results],
+                [positions_of(result, device) for result in bundle.results],
                 torch.cat([*bundle.results[: len(bundle.norms)], torch.zeros(0, dtype=torch.long)]).to(device),
                 bundle.logit_places.to(device),
                 affine_places(bundle).to(device),
@@ -160,16 +160,16 @@ def _affine_gradients(bundle: Bundle, tensors: Tensors, grad_rows: Tensor, found
 
 def _work(each: Elementwise | Layer, stop: int, device: torch.device) -> _Work:
     b = each.b if isinstance(each, Elementwise) else None
-    return _Work(_where(each.a, device), None if b is None else _where(b, device), slice(each.start, stop))
+    return _Work(positions_of(each.a, device), None if b is None else positions_of(b, device), slice(each.start, stop))
 
 
-def _where(index: Tensor, device: torch.device) -> Where:
+def positions_of(index: Tensor, device: torch.device) -> Where:
     start, count = int(index[0]), index.numel()
     together = torch.equal(index, torch.arange(start, start + count))
     return slice(start, start + count) if together else index.to(device)
 
 
-def _taken(entries: Tensor, where: Where) -> Tensor:
+def taken(entries: Tensor, where: Where) -> Tensor:
     return entries[:, where] if isinstance(where, slice) else entries.index_select(1, where)
 
 
@@ -225,13 +225,13 @@ def forward(
         for layer, work in layers:
             weight, seen = tensors[layer.weight].to(dtype), ready.geometry(layer, dtype)
             out = entries[:, work.out]
-            away = aten_layers.forward(layer, _taken(entries, work.a), weight, seen, out)
+            away = aten_layers.forward(layer, taken(entries, work.a), weight, seen, out)
             if layer.bias is not None:
                 out[0].add_(tensors[layer.bias])
             saved.append((away,))
-    rows = _stacked(bundle, tensors, _taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    rows = _stacked(bundle, tensors, taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
     # Copies, because views would keep all entries alive.
-    others = [_taken(entries, where).clone() for where in ready.results[len(bundle.norms) :]]
+    others = [taken(entries, where).clone() for where in ready.results[len(bundle.norms) :]]
     kept = [entries, *(tensor for each in saved for tensor in each if tensor is not None)]
     present = [[tensor is not None for tensor in each] for each in saved]
     return Made(rows, [(part[:1], part[1:]) for part in others], kept, present)
@@ -266,9 +266,9 @@ def _grouped(layer: Layer, tensors: Tensors, dtype: torch.dtype) -> Tensor:
 
 
 def _apply(function: Function, entries: Tensor, work: _Work, gradients: bool) -> Saved:
-    out, a = entries[:, work.out], _taken(entries, work.a)
+    out, a = entries[:, work.out], taken(entries, work.a)
     if work.b is not None:
-        b = _taken(entries, work.b)
+        b = taken(entries, work.b)
         if function.kind == "add":
             out[:] = a + b
         elif function.kind == "subtract":
@@ -316,10 +316,7 @@ def backward(
     grads = torch.zeros_like(entries)
     if grad_rows is not None:
         _added(grads, ready.priors, grad_rows[PRIOR_MEAN : PRIOR_VAR + 1])
-    for where, pair in zip(ready.results[len(bundle.norms) :], grad_results, strict=True):
-        if pair[0] is not None or pair[1] is not None:
-            rows = [torch.zeros_like(entries[0, : _size(where)]) if grad is None else grad.reshape(-1) for grad in pair]
-            _added(grads, where, torch.stack(rows))
+    add_results(grads, ready.results[len(bundle.norms) :], grad_results)
     found: list[Tensor | None] = [None] * len(tensors)
     for elementwise, layers in zip(reversed(ready.elementwise), reversed(ready.layers), strict=True):
         for layer, work in reversed(layers):
@@ -334,6 +331,16 @@ def backward(
         from_norms = torch.cat([grad_rows.reshape(-1), grad_rows.new_zeros(1)])[ready.affine]
     _leaf_gradients(bundle, tensors, grads, from_norms, found)
     return [grad if wanted else None for grad, wanted in zip(found, asked, strict=True)]
+
+
+def add_results(
+    grads: Tensor, results: Sequence[Where], arrived: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> None:
+    """Add the gradients of the results that are not rows of norms."""
+    for where, pair in zip(results, arrived, strict=True):
+        if pair[0] is not None or pair[1] is not None:
+            rows = [torch.zeros_like(grads[0, : _size(where)]) if grad is None else grad.reshape(-1) for grad in pair]
+            _added(grads, where, torch.stack(rows))
 
 
 def _size(where: Where) -> int:
@@ -352,7 +359,7 @@ def _layer_gradient(
     room: native_layers.Room,
     found: list[Tensor | None],
 ) -> None:
-    weight, given, grad = tensors[layer.weight], _taken(entries, work.a), grads[:, work.out]
+    weight, given, grad = tensors[layer.weight], taken(entries, work.a), grads[:, work.out]
     d_given, d_weight = aten_layers.backward(
         layer, grad, given, weight.to(entries.dtype), away, seen, asked[layer.weight], room
     )
@@ -367,7 +374,7 @@ def _function_gradient(function: Function, work: _Work, entries: Tensor, grads: 
     grad = grads[:, work.out].clone()
     if work.b is not None:
         if function.kind == "product":
-            a, b = _taken(entries, work.a), _taken(entries, work.b)
+            a, b = taken(entries, work.a), taken(entries, work.b)
             _added(grads, work.a, _product_gradient(grad, a, b))
             _added(grads, work.b, _product_gradient(grad, b, a))
             return
@@ -427,11 +434,11 @@ def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torc
     for elementwise, layers in zip(ready.elementwise, ready.layers, strict=True):
         made: list[tuple[Elementwise | Layer, _Work]] = [*elementwise, *layers]
         for each, work in made:
-            given = [_taken(entries, where) for where in (work.a, work.b) if where is not None]
+            given = [taken(entries, where) for where in (work.a, work.b) if where is not None]
             m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
             entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
-    rows = _stacked(bundle, tensors, _taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
-    found = [_taken(entries, where).unsqueeze(1) for where in ready.results[len(bundle.norms) :]]
+    rows = _stacked(bundle, tensors, taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    found = [taken(entries, where).unsqueeze(1) for where in ready.results[len(bundle.norms) :]]
     return [rows, *(pair[0] for pair in found), *(pair[1] for pair in found)]
 
 

@@ -14,11 +14,22 @@ from torch import Tensor
 from kalmannorm._ops.native_library import library, threads_for, usable
 
 
-class _Layer(ctypes.Structure):
+class CLayer(ctypes.Structure):
+    """A layer as the kernels read it."""
+
     _fields_ = [
         *((name, ctypes.c_long) for name in ("outputs", "channels", "taps", "last", "kinds")),
         *((name, ctypes.c_void_p) for name in ("inside", "of_kinds", "of_taps")),
     ]
+
+    @classmethod
+    def of(cls, weight: Tensor, last: bool, seen: Geometry) -> CLayer:
+        """`weight` has no gaps. `last`: its layout is channels_last. The caller keeps the tensors of `seen`."""
+        inside, of_kinds, of_taps = seen
+        taps = of_taps.numel()
+        channels = weight.numel() // (weight.shape[0] * taps)
+        places = inside.data_ptr(), of_kinds.data_ptr(), of_taps.data_ptr()
+        return cls(weight.shape[0], channels, taps, last, of_kinds.numel(), *places)
 
 
 LARGE = 2**15
@@ -34,7 +45,7 @@ def fits(weight: Tensor) -> bool:
     return usable(weight) and weight.numel() > 0
 
 
-def _laid_out(weight: Tensor) -> tuple[Tensor, bool]:
+def laid_out(weight: Tensor) -> tuple[Tensor, bool]:
     """The weight without gaps, and whether its layout is channels_last."""
     if not weight.is_contiguous():
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -42,14 +53,6 @@ def _laid_out(weight: Tensor) -> tuple[Tensor, bool]:
             return weight, True
         weight = weight.contiguous()
     return weight, False
-
-
-def _layer(weight: Tensor, last: bool, seen: Geometry) -> _Layer:
-    inside, of_kinds, of_taps = seen
-    taps = of_taps.numel()
-    channels = weight.numel() // (weight.shape[0] * taps)
-    places = inside.data_ptr(), of_kinds.data_ptr(), of_taps.data_ptr()
-    return _Layer(weight.shape[0], channels, taps, last, of_kinds.numel(), *places)
 
 
 def _rows(pair: Tensor) -> tuple[int, int]:
@@ -60,8 +63,8 @@ def _rows(pair: Tensor) -> tuple[int, int]:
 
 def forward(given: Tensor, weight: Tensor, seen: Geometry, out: Tensor) -> Tensor | None:
     """As `aten_layers.forward`."""
-    weight, last = _laid_out(weight)
-    layer, kinds = _layer(weight, last, seen), seen[1].numel()
+    weight, last = laid_out(weight)
+    layer, kinds = CLayer.of(weight, last, seen), seen[1].numel()
     away = weight.new_empty((weight.shape[0], kinds)) if kinds > 1 else None
     _call(
         "layer_forward", weight, ctypes.byref(layer), weight.data_ptr(), *_rows(given), *_rows(out),
@@ -81,10 +84,10 @@ def backward(
     place: int,
 ) -> tuple[Tensor, Tensor | None]:
     """As `aten_layers.backward`. The gradient of the weight may be memory that `room` keeps for later steps."""
-    weight, last = _laid_out(weight)
-    layer = _layer(weight, last, seen)
+    weight, last = laid_out(weight)
+    layer = CLayer.of(weight, last, seen)
     moments = grad.new_empty((2, layer.channels))
-    d_weight = _gradient_like(weight, room, place) if asked else None
+    d_weight = gradient_like(weight, room, place) if asked else None
     _call(
         "layer_backward", weight, ctypes.byref(layer), weight.data_ptr(), *_rows(given), *_rows(grad),
         None if away is None else away.data_ptr(), *_rows(moments), None if d_weight is None else d_weight.data_ptr(),
@@ -92,7 +95,7 @@ def backward(
     return moments, d_weight
 
 
-def _gradient_like(weight: Tensor, room: Room, place: int) -> Tensor:
+def gradient_like(weight: Tensor, room: Room, place: int) -> Tensor:
     """Memory for the gradient of a weight: that of an earlier step, if nobody has kept it."""
     if weight.numel() < LARGE or _users is None:
         return torch.empty_like(weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kalmannorm._names import Names
 from kalmannorm._ops.dispatch import on_device_of
 from kalmannorm._ops.library import below_autograd, register, register_differentiable
-from kalmannorm._ops.propagate import aten
+from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._ops.propagate.bundle import ROWS, Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, summed
 from kalmannorm.moments.core import full_precision
@@ -29,6 +29,7 @@ class CompiledBundle:
     """A bundle with its number, the module that runs it (`aten` or `triton_bundle`), and what a backward needs."""
 
     def __init__(self, bundle: Bundle, run: ModuleType, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
+        run = aten if run is native_bundle else run  # its kernels keep addresses between forward and backward
         self.bundle, self.run, self.dtype, self.device = bundle, run, dtype, tensors[0].device
         wanted = [True] * len(tensors)
         # One forward shows which tensors it saves for the backward. It also builds the kernels.
