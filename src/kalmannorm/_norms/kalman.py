@@ -16,15 +16,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.fx import Proxy
 
 from kalmannorm._filter import GAIN_MARGIN, gain_of
+from kalmannorm._norms.compiled import name_with_settings, normalize_compiled
 from kalmannorm._norms.distributed import ProcessGroupChoice
 from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting
 from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition, give_dimension
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
-from kalmannorm._support.compiling import name_of_norm, normalize_compiled
+from kalmannorm._support.compiling import name_of_norm
 from kalmannorm._support.tracing import jit_traces, leaf
 from kalmannorm.moments import Moments
 
@@ -290,8 +292,21 @@ class BatchKalmanNorm(GroupedNorm):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("wire", "_ranks"):
-            self.__dict__["_compiled_name"] = name_of_norm(self)
+        self._rename(name)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._rename(name)
+
+    def _rename(self, changed: str) -> None:
+        """An attribute has changed. Compiled code knows the norm by a name that contains its settings."""
+        own = self.__dict__
+        wired = own.get("wire") is not None
+        if changed == "wire":
+            own["_compiled_number"] = name_of_norm(self) if wired else ""
+            own["_compiled_name"] = ""
+        if wired and self._matters(changed):
+            own["_compiled_name"] = name_with_settings(self, own["_compiled_number"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         give_dimension(state_dict, prefix + "gain_logit")
@@ -301,12 +316,13 @@ class BatchKalmanNorm(GroupedNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "_posterior": None}
-        del state["_compiled_name"]  # of this object, in this process
+        del state["_compiled_name"], state["_compiled_number"]  # of this object, in this process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__["_compiled_name"] = name_of_norm(self)
+        self._rename("wire")
         super().__setstate__(state)
+        self._rename("wire")
 
     def _hold(self, posterior: Moments) -> None:
         if exporting():
@@ -364,10 +380,9 @@ class BatchKalmanNorm(GroupedNorm):
             self.release()
         if previous is None and not return_posterior:
             short: Tensor | None = None
-            if torch.compiler.is_compiling():
-                if torch.compiler.is_dynamo_compiling():  # otherwise `torch.export` traces
-                    short = normalize_compiled(self, x, residual, relu)
-            elif self.wire is not None:
+            if is_dynamo_compiling():
+                short = normalize_compiled(self, x, residual, relu)
+            elif self.wire is not None and not torch.compiler.is_compiling():
                 short = self.wire.normalize(self, x, residual, relu)
             if short is not None:
                 return short

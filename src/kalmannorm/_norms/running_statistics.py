@@ -99,7 +99,7 @@ class TrackedNorm(_BatchNorm):
         kernels = self._launch(posterior.mean)
         if kernels is None:
             compiled = torch.compiler.is_compiling() and self._pending is None and self.wire is not None
-            if compiled and not self.closes and self.wire.postpone_compiled(posterior, observation, x):
+            if compiled and not self.closes and self.wire.postpone_compiled(posterior, observation, x, size):
                 return
             with torch.no_grad():
                 self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)

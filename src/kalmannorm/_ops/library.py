@@ -24,8 +24,8 @@ def register(
     torch.library.register_fake(f"kalmannorm::{name}", fake, lib=LIBRARY)
 
 
-Implementation = tuple[Callable[..., Any], Callable[..., Any]]
-"""An op: what runs, and a fake that computes shapes and layouts only."""
+Implementation = tuple[str, Callable[..., Any], Callable[..., Any]]
+"""An op: its schema, what runs, and a fake that computes shapes and layouts only."""
 
 
 def register_differentiable(
@@ -40,7 +40,7 @@ def register_differentiable(
 
     `below` is the op `name_forward` if it differs from `name`.
     """
-    register(f"{name}_forward", schema, *(below or (run, fake)))
+    register(f"{name}_forward", *(below or (schema, run, fake)))
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, apply, "Autograd")

@@ -13,26 +13,26 @@ every norm takes the long way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._groups import group_count, group_size, lone_last, statistics_dtype
-from kalmannorm._ops.normalize.registered_rows import normalize_rows
+from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
 from kalmannorm._ops.track.registered import find, track
 from kalmannorm._running.bundling import Source
 from kalmannorm._running.prior_bundles import PriorBundles, runner
 from kalmannorm._running.tracking_together import Update, track_together
-from kalmannorm._support.checks import check_enough_values
+from kalmannorm._support.compiling import TRACED
 from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
 
-Left = tuple[Tensor, Tensor, list[int], list[int], list[int], list[int]]
-"""Updates of statistics that are still to be made: arguments of `kalmannorm::track`."""
+Left = tuple[int, Tensor, list[int], list[tuple[int, ...]]]
+"""Updates of statistics that are still to be made: their place in `Relay.compiled`, and as in `Tracker.track_norms`."""
 
 
 Path = tuple[str, ...]
@@ -48,33 +48,37 @@ class CompiledPart(NamedTuple):
     given: tuple[int, ...]
 
 
-class Collector(NamedTuple):
-    """Functions that collect the tensors of a bundle, and say which need gradients.
+Collector = Callable[[nn.Module, dict[int, Any]], list[Tensor]]
+"""Collects the tensors of a bundle, from the model and the results of steps.
 
-    Compiled code finds the modules from the model, as the forward does. If it found them in another way, it would have
-    to check in every call that both ways lead to the same objects. The functions are generated and have no loops,
-    because a tracer needs much longer for loops.
+Compiled code finds the modules from the model, as the forward does. If it found them in another way, it would have to
+check in every call that both ways lead to the same objects.
+"""
+
+
+def collector_of(sources: Sequence[tuple[Path | None, str, int, int]]) -> Collector:
+    """Each source is the path of a module and a name, or else a step and 0 for its mean or 1 for its variance.
+
+    The function is generated. It has no loops, because a tracer needs much longer for them, and finds each module once.
     """
+    lines, names = list[str](), dict[Path, str]({(): "root"})
 
-    tensors: Callable[[nn.Module, dict[int, Any]], list[Tensor]]
-    """From the model and the results of steps."""
-    wanted: Callable[[list[Tensor]], list[bool]]
+    def module(path: Path) -> str:
+        if path not in names:
+            parent = module(path[:-1])
+            names[path] = f"m{len(names)}"
+            lines.append(f"    {names[path]} = {parent}._modules[{path[-1]!r}]")
+        return names[path]
 
-    @classmethod
-    def of(cls, sources: Sequence[tuple[Path | None, str, int, int]]) -> Collector:
-        """Each source is the path of a module and a name, or else a step and 0 for its mean or 1 for its variance."""
-        found = ", ".join(
-            f"results[{step}][{piece}]"
-            if path is None
-            else f"getattr(root{''.join(f'._modules[{name!r}]' for name in path)}, {attribute!r})"
-            for path, attribute, step, piece in sources
-        )
-        wanted = ", ".join(f"tensors[{i}].requires_grad" for i in range(len(sources)))
-        return cls(_generated(f"lambda root, results: [{found}]"), _generated(f"lambda tensors: [{wanted}]"))
-
-
-def _generated(source: str) -> Any:
-    return eval(compile(source, "<kalmannorm.compiled>", "eval"), {})
+    found = [
+        f"results[{step}][{piece}]" if path is None else f"{module(path)}.{attribute}"
+        for path, attribute, step, piece in sources
+    ]
+    source = "\n".join(["def collect(root, results):", *lines, f"    return [{', '.join(found)}]"])
+    defined: dict[str, Any] = {}
+    exec(compile(source, "<kalmannorm.compiled>", "exec"), defined)
+    collect: Collector = defined["collect"]
+    return collect
 
 
 class CompiledModel(NamedTuple):
@@ -86,22 +90,26 @@ class CompiledModel(NamedTuple):
     bundles: tuple[CompiledBundle, ...]  # keeps them alive
 
 
-def place_of(model: str, device: str, wide: bool, call: int) -> tuple[int, int, int, int]:
-    """Prepare the bundles of a model on a device. Where the rows for this call are: the place of the bundles in
-    `Relay.compiled`, that of the bundle among them, that of the rows in it, and m as in `sizes_of`.
+def place_of(model: str, device: torch.device, dtype: torch.dtype) -> int:
+    """Prepare the bundles of a model on a device, for x of this dtype. Their place in `Relay.compiled`.
 
-    The first is -1 if there are no bundles, the second if none has the rows.
+    -1 if there are none.
     """
     if _exported():
-        return -1, -1, -1, 0
+        return -1
     relay: Any = find(model)
-    place: int = relay.place_of_compiled(torch.device(device), torch.float64 if wide else torch.float32)
-    compiled: CompiledModel = relay.compiled[place]
-    norm: Any = relay.norms[call].module() if call in relay.norms else None
-    for number, part in enumerate(compiled.parts):
-        if call in part.calls and norm is not None and norm.has_usual_steps():
-            return place, number, part.calls.index(call), sizes_of(model, (call,))[0]
-    return place, -1, -1, 0
+    place: int = relay.place_of_compiled(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    return place
+
+
+def site_of(relay: Any, call: int, device: torch.device, dtype: torch.dtype) -> tuple[Key, int] | None:
+    """The block in which the rows for this call are, and their place among its rows. None if there are none."""
+    place = place_of(relay.number, device, dtype)
+    parts = relay.compiled[place].parts if place >= 0 else ()
+    for number, part in enumerate(parts):
+        if call in part.calls:
+            return (relay.number, place, number, torch.is_grad_enabled()), part.calls.index(call)
+    return None
 
 
 def listed(model: str, place: int, number: int) -> tuple[Any, ...]:
@@ -158,7 +166,7 @@ def prepared(bundles: PriorBundles, model: nn.Module | None, context: Context) -
             bundle = CompiledBundle(part.bundle, runner(part.bundle, context, tensors), context.dtype, tensors)
             calls = tuple(call.identity for call in part.calls)
             parts.append(CompiledPart(bundle.number, calls, tuple(part.steps), tuple(part.given)))
-            collectors.append(Collector.of(sources))
+            collectors.append(collector_of(sources))
             compiled.append(bundle)
     ticket = torch.zeros((), device=context.device)
     torch._dynamo.mark_static_address(ticket)
@@ -172,117 +180,101 @@ def _path(source: Source, paths: dict[int, Path]) -> Path | None:
     return paths.get(id(module)) if stored else None
 
 
-Key = tuple[bool, bool, int]
-"""With or without gradients, in float64 or not, and the place of a bundle."""
+Key = tuple[str, int, int, bool]
+"""Model, place of its bundles, place of a bundle among them, with or without gradients."""
+Batch = tuple[int, ...]
+"""m or 0, and the shape of x."""
+Block = tuple[int, Sequence[Tensor], dict[int, Tensor], dict[int, Batch]]
+"""The number of examples, the rows of norms; and by call moments that are still to be tracked, and their batches."""
 
 
 class CompiledForward:
-    """One traced forward: results of bundles, and moments of norms that are still to be tracked.
-
-    What a norm does here is traced once per norm. So there are few calls, and what is known is read as one constant.
-    """
+    """One traced forward: results of bundles, and moments of norms that are still to be tracked."""
 
     def __init__(self, relay: Any) -> None:
         self.relay, self.model = relay, relay.number
-        self.rows: dict[Key, tuple[int, Sequence[Tensor]]] = {}  # the number of examples, and the rows of norms
         self.results: dict[Any, dict[int, Any]] = {}
-        self.untracked: dict[int, tuple[Tensor, int, int, int]] = {}
+        self.untracked: dict[int, tuple[dict[int, Tensor], dict[int, Batch]]] = {}  # by place, as in `Block`
         self.ran: dict[int, int] = {}  # as in `ThreadState`
-        self.place = -1
 
-    def normalize(self, call: int, norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
-        """The result of a norm, or None: it must take the long way."""
-        shape, size = x.shape, norm.statistics_batch_size or 0
-        if (
-            not norm.takes_short_way()
-            or len(shape) not in norm.input_dims
-            or shape[1] != norm.num_features
-            or x.numel() == 0
-        ):
-            return None
-        if residual is not None and (
-            residual.shape != shape or residual.dtype != x.dtype or residual.device != x.device
-        ):
-            return None
-        if norm.track_running_stats and norm._pending is not None:
-            return None
-        if norm.gain_logit is None:
-            check_enough_values(x, norm.statistics_batch_size, norm)
-            if lone_last(x, size):
-                return None
-        wide = x.dtype == torch.float64
-        place, number, index, known = place_of(self.model, str(x.device), wide, call)
-        if number < 0 or known != size:
-            return None
-        key = torch.is_grad_enabled(), wide, number
-        if key not in self.rows:
-            self._fill(place, key, Context(x.device, statistics_dtype(x), {}, shape[0]))
-        examples, every = self.rows[key]
-        if examples != shape[0]:
-            return None
-        rows = every[index]
-        y, moments = normalize_rows(x, rows, residual, size, norm.eps, relu)
-        if norm.track_running_stats:
-            self._postpone(place, call, moments, rows.shape[1], x)
-        if norm.then:
-            y = norm._finish(y, residual is not None or relu)
-        return y
+    def note(self, call: int) -> None:
+        self.ran[call] = len(self.ran)
 
-    def _fill(self, place: int, key: Key, context: Context) -> None:
+    def fill(self, key: Key, x: Tensor) -> Block:
         """Make the rows of a bundle."""
-        kind, number = key[:2], key[2]
+        self._fill(key, Context(x.device, statistics_dtype(x), {}, x.shape[0]))
+        block: Block = TRACED.blocks[key]
+        return block
+
+    def _fill(self, key: Key, context: Context) -> None:
+        model, place, number, gradients = key
+        kind = place, gradients
         if kind not in self.results:
             self.results[kind] = {}
         results = self.results[kind]
-        bundle, calls, steps, given, sizes, which = listed(self.model, place, number)
+        bundle, calls, steps, given, sizes, which = listed(model, place, number)
         for step in given:
             if step not in results:
-                earlier = part_with(self.model, place, step)
+                earlier = part_with(model, place, step)
                 if earlier >= 0:
-                    self._fill(place, (*kind, earlier), context)
+                    self._fill((model, place, earlier, gradients), context)
             self.relay.program.evaluate(step, context, results)
-        collector = self.relay.compiled[place].collectors[number]
-        tensors = collector.tensors(self.relay.state.part, results)
-        wanted = collector.wanted(tensors) if torch.is_grad_enabled() else [False] * len(tensors)
+        tensors = self.relay.compiled[place].collectors[number](self.relay.state.part, results)
         counts = [1 if m < 0 else group_count(context.examples, group_size(context.examples, m)) for m in sizes]
-        found = bundle_rows(tensors, [counts[i] for i in which], wanted, bundle)
-        self.rows[key] = context.examples, found[: len(calls)]
+        found = bundle_rows(tensors, [counts[i] for i in which], bundle)
+        TRACED.blocks[key] = context.examples, found[: len(calls)], *self._waiting(place)
         for i, step in enumerate(steps):
             results[step] = Moments(found[len(calls) + i], found[len(calls) + len(steps) + i])
 
-    def postpone(self, call: int, moments: Tensor, groups: int, x: Tensor) -> bool:
+    def postpone(self, call: int, moments: Tensor, size: int, x: Tensor) -> bool:
         """Postpone an update of statistics to the end of the forward. False: there is no model for it.
 
         `moments` are (4, G, C), in one dimension.
         """
-        place = place_of(self.model, str(x.device), x.dtype == torch.float64, call)[0]
+        place = place_of(self.model, x.device, x.dtype)
         if place < 0:
             return False
-        self._postpone(place, call, moments, groups, x)
+        untracked, batches = self._waiting(place)
+        if call in untracked:  # the norm runs again
+            self.track()
+        untracked[call] = moments
+        batches[call] = (size, *x.shape)
         return True
 
-    def _postpone(self, place: int, call: int, moments: Tensor, groups: int, x: Tensor) -> None:
-        if call in self.untracked or place != self.place:  # the norm runs again, or on another device
-            self.track()
-        self.place = place
-        self.untracked[call] = moments, groups, x.numel() // x.shape[1], x.shape[0]
+    def _waiting(self, place: int) -> tuple[dict[int, Tensor], dict[int, Batch]]:
+        if place not in self.untracked:
+            self.untracked[place] = {}, {}
+        return self.untracked[place]
 
     def track(self) -> None:
         """Update the running statistics of the norms that ran."""
-        left = self.left()
-        if left is not None:
-            track(*left, self.model)
+        for place in self.untracked:
+            track_traced(self.relay, self._taken(place))
 
     def left(self) -> Left | None:
-        """The updates that are still to be made. The caller makes them."""
-        if not self.untracked:
+        """The updates that are still to be made. The caller makes them. Those on further devices are made now."""
+        places = [place for place, (moments, _) in self.untracked.items() if moments]
+        for place in places[1:]:
+            track_traced(self.relay, self._taken(place))
+        return self._taken(places[0]) if places else None
+
+    def _taken(self, place: int) -> Left | None:
+        moments, batches = self.untracked[place]
+        if not moments:
             return None
-        calls, entries = list(self.untracked.keys()), list(self.untracked.values())
-        self.untracked = {}
-        moments = torch.cat([each[0] for each in entries])
-        groups, values = [each[1] for each in entries], [each[2] for each in entries]
-        ticket: Tensor = self.relay.compiled[self.place].ticket
-        return ticket, moments, calls, groups, values, [each[3] for each in entries]
+        left = place, torch.cat(list(moments.values())), list(moments), list(batches.values())
+        moments.clear()
+        batches.clear()
+        return left
+
+
+def track_traced(relay: Any, left: Left | None) -> None:
+    """Make updates inside of compiled code."""
+    if left is not None:
+        place, moments, calls, batches = left
+        numbers = [number for batch in batches for number in batch]
+        lengths = [len(batch) for batch in batches]
+        track(relay.compiled[place].ticket, moments, calls, lengths, numbers, relay.number)
 
 
 def track_norms(
@@ -290,19 +282,16 @@ def track_norms(
     tables: dict[Any, Any],
     moments: Tensor,
     calls: Sequence[int],
-    groups: Sequence[int],
-    values: Sequence[int],
-    examples: Sequence[int],
+    batches: Sequence[Batch],
 ) -> None:
     """What the op `kalmannorm::track` does. `norms` by their calls."""
 
     def updates() -> list[Update]:
         found, start = list[Update](), 0
-        for call, size, value, count in zip(calls, groups, values, examples, strict=True):
-            norm: Any = norms[call].module()
-            found.append(Update(norms[call], start, size, norm.num_features, value, count))
-            start += 4 * size * norm.num_features
+        for call, (size, examples, channels, *positions) in zip(calls, batches, strict=True):
+            groups = group_count(examples, group_size(examples, size))
+            found.append(Update(norms[call], start, groups, channels, examples * math.prod(positions), examples))
+            start += 4 * groups * channels
         return found
 
-    key = tuple(calls), tuple(groups), tuple(values), tuple(examples)
-    track_together(moments, [norms[c] for c in calls], key, updates, tables)
+    track_together(moments, [norms[c] for c in calls], (tuple(calls), tuple(batches)), updates, tables)

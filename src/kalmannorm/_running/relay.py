@@ -22,15 +22,30 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.track.registered import number_of, track
+from kalmannorm._ops.track.registered import number_of
 from kalmannorm._ops.track.request import TrackingRequest
-from kalmannorm._running.compiled_way import CompiledForward, CompiledModel, prepared, track_norms
+from kalmannorm._running.compiled_way import (
+    CompiledForward,
+    CompiledModel,
+    Key,
+    prepared,
+    site_of,
+    track_norms,
+    track_traced,
+)
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Memo, Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, saved_tensors_hooked, segments, unseen
 from kalmannorm._support.changes import Changes
-from kalmannorm._support.compiling import Site, begin_traced, current, end_traced, in_whole_model
+from kalmannorm._support.compiling import (
+    begin_traced,
+    current,
+    end_traced,
+    in_whole_model,
+    leave_to_python,
+    set_callback,
+)
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._support.tracing import jit_traces, untraced
 from kalmannorm._wiring.plan import Plan
@@ -49,6 +64,7 @@ _OF_THIS_PROCESS = (
     "norms",
     "in_compiled",
     "replacements",
+    "branches",
 )
 
 
@@ -86,6 +102,7 @@ class Relay:
         self.compiled_tables: dict[Any, Any] = {}
         self.in_compiled: set[int] = set()  # first calls of norms that `torch.compile` has traced
         self.replacements = Changes.replacements  # up to which replaced layers were looked for
+        self.branches = any(call.others for norm in self.plan.norms.values() for call in norm.calls)
         self.norms = {call.identity: norm.module for norm in self.plan.norms.values() for call in norm.calls}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,8 +114,11 @@ class Relay:
         check_complete(self, ("plan", "program", "readers", "earlier", "warned", "missed", "told"))
         self._begin()
 
-    def enter(self, whole: bool, part: nn.Module) -> None:
-        """Begin a forward of the whole model, or of a part that was called by itself."""
+    def enter(self, whole: bool, part: nn.Module, compiled: bool = False) -> None:
+        """Begin a forward of the whole model, or of a part that was called by itself.
+
+        `compiled`: by `torch.compile`, so norms do not take the short way of eager mode.
+        """
         state = self.state
         active = segments()
         if whole:
@@ -116,7 +136,7 @@ class Relay:
         if state.depth == 0:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
-            if not active and recompute_id() == -1 and not torch.compiler.is_compiling():
+            if not active and recompute_id() == -1 and not compiled and not torch.compiler.is_compiling():
                 state.short = ShortForward(self._bundles_of_part(), state.memo, self.model)
         state.depth += 1
 
@@ -150,7 +170,10 @@ class Relay:
         left = self.state.left
         if left is not None:
             self.state.left = None
-            track(*left, self.number)
+            if torch.compiler.is_compiling():
+                track_traced(self, left)
+            else:
+                self.track_norms(*left[1:])
         if not torch.compiler.is_compiling():
             if self.state.short is not None:
                 self.state.short.track()
@@ -434,16 +457,9 @@ class Relay:
             known = self.compiled_for[device, dtype] = len(self.compiled) - 1, steps
         return known[0]
 
-    def track_norms(
-        self,
-        moments: Tensor,
-        norms: Sequence[int],
-        groups: Sequence[int],
-        values: Sequence[int],
-        examples: Sequence[int],
-    ) -> None:
+    def track_norms(self, moments: Tensor, norms: Sequence[int], batches: Sequence[tuple[int, ...]]) -> None:
         """Update statistics for compiled code. `norms` are the first calls of the norms."""
-        track_norms(self.norms, self.compiled_tables, moments, norms, groups, values, examples)
+        track_norms(self.norms, self.compiled_tables, moments, norms, batches)
 
     def _consume(self, call: int, sources: tuple[int, ...]) -> None:
         state = self.state
@@ -604,19 +620,23 @@ class Wire(Complete):
         y = found.run(norm, x, residual, relu, segment.key)
         return norm._finish(y, residual is not None or relu) if y is not None and norm.then else y
 
-    def site(self) -> Site | None:
-        """Where the norm is, for compiled code. None if it runs more than once or needs the posteriors of others."""
-        if not self.simple:
-            return None
-        return self.relay.number, self.calls[0], self.first[0], self.last[0]
+    def place(self, device: torch.device, dtype: torch.dtype) -> tuple[str, int, Key, int, bool, bool, bool] | None:
+        """Where the norm is, for compiled code: the first fields of `Known` in `_norms/compiled.py`.
 
-    def postpone_compiled(self, posterior: Moments, observation: Moments, x: Tensor) -> bool:
+        None if it runs more than once, needs the posteriors of others, or is in no bundle.
+        """
+        found = site_of(self.relay, self.calls[0], device, dtype) if self.simple else None
+        if found is None:
+            return None
+        return self.relay.number, self.calls[0], *found, self.first[0], self.last[0], self.relay.branches
+
+    def postpone_compiled(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> bool:
         """Postpone an update of statistics in compiled code. False: the norm must make it now."""
         forward = current(self.relay.number)
         if forward is None:
             return False
         moments = torch.stack([posterior.mean, posterior.var, observation.mean, observation.var])
-        postponed: bool = forward.postpone(self.calls[0], moments.detach().view(-1), moments.shape[1], x)
+        postponed: bool = forward.postpone(self.calls[0], moments.detach().view(-1), size, x)
         return postponed
 
     def mark_compiled(self) -> None:
@@ -680,8 +700,16 @@ class Begin(Complete):
     whole: bool
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.whole or not in_whole_model():
-            self.relay.enter(self.whole, module)
+        if torch.compiler.is_dynamo_compiling():
+            if self.whole or not in_whole_model():
+                self.relay.enter(self.whole, module, True)
+            return
+        compiler = set_callback(None)
+        try:
+            if self.whole or not in_whole_model():
+                self.relay.enter(self.whole, module, compiler is not None)
+        finally:
+            set_callback(compiler)
 
 
 @dataclass
@@ -692,5 +720,18 @@ class End(Complete):
     whole: bool
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.whole or not in_whole_model():
-            self.relay.leave(self.whole)
+        if torch.compiler.is_dynamo_compiling():
+            if self.whole or not in_whole_model():
+                self.relay.leave(self.whole)
+            return
+        compiler = set_callback(None)
+        try:
+            if self.whole or not in_whole_model():
+                self.relay.leave(self.whole)
+        finally:
+            set_callback(compiler)
+
+
+# Around a compiled model they are work for Python, and not worth a compilation of their own.
+leave_to_python(Begin.__call__)
+leave_to_python(End.__call__)

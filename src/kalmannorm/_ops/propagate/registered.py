@@ -92,13 +92,15 @@ def _divided(flat: list[Tensor], groups: list[int], number: str) -> list[Tensor]
     return [*rows, *flat[1].split_with_sizes([*sizes, *sizes], 1), *flat[2:]]
 
 
-def _forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
+def _forward(tensors: list[Tensor], groups: list[int], number: str) -> list[Tensor]:
     """Without gradients: the results of an op must not share memory."""
-    return [part.clone() for part in _divided(_flat_forward(tensors, groups, wanted, number), groups, number)]
+    flat = _flat_forward(tensors, groups, [False] * len(tensors), number)
+    return [part.clone() for part in _divided(flat, groups, number)]
 
 
-def _fake_forward(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
-    return [part.clone() for part in _divided(_fake_flat_forward(tensors, groups, wanted, number), groups, number)]
+def _fake_forward(tensors: list[Tensor], groups: list[int], number: str) -> list[Tensor]:
+    flat = _fake_flat_forward(tensors, groups, [False] * len(tensors), number)
+    return [part.clone() for part in _divided(flat, groups, number)]
 
 
 def _backward(
@@ -169,15 +171,19 @@ class _Node(torch.autograd.Function):
         return None, None, None, *[next(one_by_one) if wants else None for wants in asked]
 
 
-def _apply(tensors: list[Tensor], groups: list[int], wanted: list[bool], number: str) -> list[Tensor]:
+def _apply(tensors: list[Tensor], groups: list[int], number: str) -> list[Tensor]:
+    gradients = torch.is_grad_enabled()
+    wanted = [gradients and tensor.requires_grad for tensor in tensors]
     return list(_Node.apply(groups, wanted, number, *tensors))  # type: ignore[no-untyped-call]
 
 
-_SCHEMA = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, str bundle) -> Tensor[]"
-register_differentiable("bundle_rows", _SCHEMA, _forward, _fake_forward, _apply, (_flat_forward, _fake_flat_forward))
+_SCHEMA = "(Tensor[] tensors, SymInt[] groups, str bundle) -> Tensor[]"
+_BELOW = "(Tensor[] tensors, SymInt[] groups, bool[] wanted, str bundle) -> Tensor[]"
+register_differentiable(
+    "bundle_rows", _SCHEMA, _forward, _fake_forward, _apply, (_BELOW, _flat_forward, _fake_flat_forward)
+)
 _SCHEMA = "(Tensor?[] grads, Tensor[] tensors, Tensor[] saved, bool[] wanted, bool[] asked, str bundle) -> Tensor[]"
 register("bundle_rows_backward", _SCHEMA, _backward, _fake_backward)
 
 
 bundle_rows: Callable[..., list[Tensor]] = torch.ops.kalmannorm.bundle_rows
-"""`wanted` says which tensors need a gradient."""

@@ -7,6 +7,7 @@ of its norms. So the statistics are no inputs of the graph, and no guard has to 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,17 +19,10 @@ from kalmannorm._ops.library import register
 
 
 class Tracker(Protocol):
-    def track_norms(
-        self,
-        moments: Tensor,
-        norms: Sequence[int],
-        groups: Sequence[int],
-        values: Sequence[int],
-        examples: Sequence[int],
-    ) -> None:
+    def track_norms(self, moments: Tensor, norms: Sequence[int], batches: Sequence[tuple[int, ...]]) -> None:
         """Update the statistics of these norms. Their moments (4, G, C) follow one another.
 
-        `values` per channel of x; `examples` of x.
+        `batches`: for each norm m or 0, and the shape of x.
         """
 
 
@@ -37,26 +31,23 @@ number_of, find = _MODELS.add, _MODELS.find
 
 
 def _track(
-    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
-    model: str,
-) -> None:  # fmt: skip
-    find(model).track_norms(moments, norms, groups, values, examples)
+    ticket: Tensor, moments: Tensor, norms: list[int], lengths: list[int], numbers: list[int], model: str
+) -> None:
+    rest = iter(numbers)
+    find(model).track_norms(moments, norms, [tuple(itertools.islice(rest, length)) for length in lengths])
 
 
 def _fake(
-    ticket: Tensor, moments: Tensor, norms: list[int], groups: list[int], values: list[int], examples: list[int],
-    model: str,
-) -> None:  # fmt: skip
+    ticket: Tensor, moments: Tensor, norms: list[int], lengths: list[int], numbers: list[int], model: str
+) -> None:
     return None
 
 
-_SCHEMA = (
-    "(Tensor(a!) ticket, Tensor moments, int[] norms, SymInt[] groups, SymInt[] values, SymInt[] examples, str model) "
-    "-> ()"
-)
+_SCHEMA = "(Tensor(a!) ticket, Tensor moments, int[] norms, int[] lengths, SymInt[] numbers, str model) -> ()"
 # A CUDA graph would keep the addresses of buffers. So the op runs outside of it, and finds the buffers of now.
 _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cudagraph_unsafe")
 register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
 track: Callable[..., None] = torch.ops.kalmannorm.track
+"""`numbers`: the batches of `Tracker.track_norms` one after the other, each of a length."""
