@@ -125,6 +125,57 @@ def test_what_was_compiled_expires(change):
     assert_same(renamed(own_step(call, x)), own_step(model, x))
 
 
+def test_a_setting_that_changes_back_does_not_compile_again():
+    model, x = small()
+    call, counter = compiled(model)
+    own_step(call, x)
+    for eps, expected in ((0.5, 2), (1e-5, 2), (0.5, 2)):
+        for _, norm in norms(model):
+            norm.eps = eps
+        own_step(call, x)
+        assert len([found for found in count(counter, NORM) if found]) == expected
+
+
+def test_a_norm_without_gradients_among_others():
+    """Rows with and rows without gradients are two results."""
+    model, x = doubled(small())
+
+    class Partly(type(model)):
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            with torch.no_grad():
+                x = x + self.norm1(self.conv1(x)).relu().mean()
+            return self.norm2(self.conv2(x))
+
+    model.__class__ = Partly
+
+    def run(model, x):
+        return {name: torch.zeros(()) if t is None or not t.any() else t for name, t in own_step(model, x).items()}
+
+    assert count(assert_equals_eager(model, [x, -x], run=run), NORM) == [3]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 3, 3), (4, 1, 3, 3), (4, 4, 1, 3), (4, 4, 3, 1), (4, 3, 3), (4, 4, 3, 3)])
+def test_a_residual_of_another_shape(shape):
+    """It is added as in eager mode. Only with the last shape the op adds it."""
+    model, x = doubled(small())
+
+    class Net(type(model)):
+        def forward(self, x, other):
+            x = self.norm0(self.conv0(x)).relu()
+            return self.norm2(self.conv2(self.norm1(self.conv1(x), residual=other)))
+
+    model.__class__ = Net
+    other = torch.randn(shape, device=DEVICE, dtype=x.dtype)
+
+    def run(model, x):
+        with torch.no_grad():
+            return {"y": model(x, other), **dict(model.named_buffers())}
+
+    counter = assert_equals_eager(model, [x], run=run)
+    assert count(counter, NORM) == [3 if shape == (4, 4, 3, 3) else 2]
+
+
 def test_a_copy_of_a_compiled_model_is_its_own():
     model, x = small()
     call, _ = compiled(model)

@@ -373,14 +373,15 @@ class BatchKalmanNorm(GroupedNorm):
         `residual` is added to the result, and `relu` applies a ReLU, both in the same pass. If either is used, the
         children of `then` are not applied.
         """
-        if type(x) is not Tensor and isinstance(x, Proxy):
+        compiled = is_dynamo_compiling()
+        if not compiled and type(x) is not Tensor and isinstance(x, Proxy):
             options = {"previous": previous, "return_posterior": return_posterior, "residual": residual, "relu": relu}
             return leaf(self, x, **options)  # type: ignore[no-any-return]
         if self._posterior is not None:
             self.release()
         if previous is None and not return_posterior:
             short: Tensor | None = None
-            if is_dynamo_compiling():
+            if compiled:
                 short = normalize_compiled(self, x, residual, relu)
             elif self.wire is not None and not torch.compiler.is_compiling():
                 short = self.wire.normalize(self, x, residual, relu)
