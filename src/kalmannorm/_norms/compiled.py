@@ -84,7 +84,7 @@ def normalize_compiled(norm: Any, x: Tensor, residual: Tensor | None, relu: bool
         current(model).note(call)
     if last:
         norm.wire.relay.end_compiled()
-    return norm._finish(y, residual is not None or relu) if then else y  # type: ignore[no-any-return]
+    return norm._finish(y, residual is not None or relu) if then else y
 
 
 def _fits(residual: Tensor, x: Tensor) -> bool:
