@@ -30,7 +30,7 @@ def _fresh():
 
 
 def compiled(model, backend="aot_eager", **options):
-    """The compiled model, and a counter that has its graphs: that of the forward, and that of the hook behind it."""
+    """The compiled model, and a counter that has its graphs."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(model, backend=counter, fullgraph=True, **options), counter
 
