@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
+import kalmannorm
 from kalmannorm._ops.dispatch import kernels_for
 from kalmannorm._ops.normalize import aten, native
 from kalmannorm._ops.normalize.arguments import Inputs, Results
@@ -138,3 +142,109 @@ def test_what_it_cannot_read_goes_to_pytorch_operations():
     assert kernels_for(channels_last(x), 2) is native
     for other in (x[:, ::2], x.transpose(2, 3), x.bfloat16(), x[:0]):
         assert kernels_for(other, 2) is aten
+
+
+@pytest.mark.parametrize("m", [5, sys.maxsize, 2**64])
+def test_groups_larger_than_the_batch(m):
+    x = torch.randn(4, 3, 5, 5)
+    found, expected = (
+        kalmannorm.batch_kalman_norm(x, None, None, None, None, statistics_batch_size=size) for size in (m, None)
+    )
+    assert torch.equal(found[0], expected[0])
+
+
+def trained(x, weight, bias, prior, gain, residual):
+    """The output and the gradients of one step."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    y, posterior = kalmannorm.batch_kalman_norm(
+        leaves[0], prior, gain, *leaves[1:], statistics_batch_size=2, residual=residual, relu=True
+    )
+    return y, *torch.autograd.grad((y * torch.arange(5.0)).sum() + posterior.var.sum(), leaves)
+
+
+def one_step():
+    x = torch.randn(4, 3, 5, 5)
+    prior = kalmannorm.Moments(torch.rand(1, 3), torch.rand(1, 3) + 0.5)
+    return x, torch.rand(3) + 0.5, torch.randn(3), prior, torch.full((3,), 0.3), torch.randn_like(x)
+
+
+def test_another_default_device():
+    """The C kernels would write to memory that is not there."""
+    given = one_step()
+    expected = trained(*given)
+    with torch.device("meta"):
+        y, _ = kalmannorm.batch_kalman_norm(given[0], given[3], 0.3, *given[1:3], statistics_batch_size=2)
+        observed = kalmannorm.functional.observe(given[0], 2, join_last=True)
+    assert y.device.type == observed.mean.device.type == expected[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["weight", "prior"])
+def test_tensors_of_another_device_raise(name):
+    x, weight, bias, prior, gain, _ = one_step()
+    if name == "weight":
+        weight = weight.to("meta")
+    else:
+        prior = kalmannorm.Moments(prior.mean.to("meta"), prior.var)
+    with pytest.raises(RuntimeError, match="meta"):
+        kalmannorm.batch_kalman_norm(x, prior, gain, weight, bias, statistics_batch_size=2)
+
+
+class Wrapped(torch.Tensor):
+    """Has a tensor, as the weights of libraries for quantization have."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def test_a_tensor_without_memory_of_its_own():
+    x, weight, bias, prior, gain, _ = one_step()
+    wrapped = Wrapped(weight)
+    assert wrapped.data_ptr() == 0  # the C kernels would take it as "there is no γ"
+    expected, found = (
+        kalmannorm.batch_kalman_norm(x, prior, gain, each, bias, statistics_batch_size=2)[0]
+        for each in (weight, wrapped)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_views_with_the_opposite_sign():
+    """`z.conj().imag` is the memory of z, with a mark that torch's operations read."""
+
+    def conjugate(t):
+        return torch.complex(torch.zeros_like(t), -t).conj().imag
+
+    x, weight, bias, prior, gain, residual = one_step()
+    assert conjugate(weight).is_neg()
+    expected = kalmannorm.batch_kalman_norm(x, prior, gain, weight, bias, statistics_batch_size=2, residual=residual)[0]
+    changed = kalmannorm.Moments(conjugate(prior.mean), prior.var)
+    for found in (
+        kalmannorm.batch_kalman_norm(x, changed, gain, weight, bias, statistics_batch_size=2, residual=residual),
+        kalmannorm.batch_kalman_norm(
+            torch._neg_view(-x), prior, gain, conjugate(weight), bias, statistics_batch_size=2,
+            residual=torch._neg_view(-residual),
+        ),
+    ):  # fmt: skip
+        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_hook_that_changes_the_layout_of_the_output():
+    x, weight, bias, prior, gain, residual = one_step()
+    x, residual = channels_last(x), channels_last(residual)
+    expected = trained(x, weight, bias, prior, gain, residual)
+
+    def pack(t):
+        return t.contiguous() if t.dim() == 4 and t.grad_fn is not None else t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        found = trained(x, weight, bias, prior, gain, residual)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -7,10 +7,10 @@ computed from x minus the mean of the posterior, and nothing cancels where |x̄|
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm._ops.native_library import library, threads_for, usable
@@ -50,7 +50,17 @@ class Backward(ctypes.Structure):
 
 def fits(x: Tensor) -> bool:
     """Whether the kernels can read x: float32 or float64, on a CPU, in a layout without gaps."""
-    return usable(x) and x.numel() > 0 and _dense(x)
+    return usable(x) and x.numel() > 0 and _dense(x) and not x.is_neg()
+
+
+def readable(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these tensors have memory that the kernels can read.
+
+    Tensors of another device or without memory of their own do not: PyTorch operations support them, or raise.
+    """
+    return all(
+        each is None or (type(each) in (Tensor, nn.Parameter) and each.is_cpu and not each.is_neg()) for each in tensors
+    )
 
 
 def _dense(x: Tensor) -> bool:
@@ -64,7 +74,8 @@ def shape_of(x: Tensor, size: int, eps: float, relu: bool) -> Shape:
     examples, channels = x.shape[:2]
     positions = x.numel() // (examples * channels)
     last = not x.is_contiguous() or positions == 1
-    return Shape(examples, channels, positions, group_size(examples, size), last, relu, eps)
+    size = min(group_size(examples, size), examples)  # a larger one might not fit into 64 bits
+    return Shape(examples, channels, positions, size, last, relu, eps)
 
 
 def _address(t: Tensor | None) -> int | None:
@@ -105,11 +116,13 @@ def _library(x: Tensor) -> ctypes.CDLL:
 
 def _moments(x: Tensor, size: int) -> Tensor:
     groups = group_count(x.shape[0], group_size(x.shape[0], size))
-    return torch.empty((4, groups, x.shape[1]), dtype=statistics_dtype(x))
+    return x.new_empty((4, groups, x.shape[1]), dtype=statistics_dtype(x))  # on the CPU, whatever the default device
 
 
 def forward(inputs: Inputs) -> Results:
     x = inputs.x
+    if not readable((*inputs[1:6], inputs.residual)):
+        return aten.forward(inputs)
     moments = _moments(x, inputs.statistics_batch_size)
     y = _run("forward", inputs, moments)
     return Results(y, *(row.clone() for row in moments.unbind(0)))  # an op may not return views of one tensor
@@ -117,6 +130,8 @@ def forward(inputs: Inputs) -> Results:
 
 def again(inputs: Inputs, mean: Tensor, var: Tensor, observed_mean: Tensor) -> Tensor:
     """y of a forward that is over, by the same kernels, from x, γ, β, the residual and the moments."""
+    if not readable((*inputs[1:6], inputs.residual)):
+        return aten.again(inputs, mean, var, observed_mean)
     return _run("again", inputs, torch.stack([mean, var]))
 
 
@@ -132,6 +147,8 @@ def _run(name: str, inputs: Inputs, moments: Tensor) -> Tensor:
 
 
 def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -> list[Tensor]:
+    if not readable((*grads, *inputs[1:6], *results)):
+        return aten.backward(grads, inputs, results, bias_rows)
     x, prior_mean, prior_var, gain, weight, _, size, eps, _, relu = inputs
     grad_y, *grad_moments = grads
     y, *moments = results

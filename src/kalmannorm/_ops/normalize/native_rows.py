@@ -51,7 +51,7 @@ class NativeRows:
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
-        d_rows = torch.empty((ROWS, self.groups, self.channels), dtype=rows.dtype)
+        d_rows = rows.new_empty((ROWS, self.groups, self.channels))
         d_residual = None if y is None or not self.residual else torch.empty_like(x)
         given = Backward(
             grad_y.data_ptr(), x.data_ptr(), None if y is None else y.data_ptr(),

@@ -52,10 +52,13 @@ def _backward(*flat: Any) -> list[Tensor]:
 
 def backward(given: BackwardInputs) -> list[Tensor]:
     """The backward of the op without the dispatcher."""
-    x, grad_y = given.inputs.x, given.grads.y
+    x, grad_y, y = given.inputs.x, given.grads.y, given.results.y
     if grad_y is not None:
         grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
         given = given._replace(grads=given.grads._replace(y=grad_y))
+    if y is not None:  # hooks on saved tensors may have changed the layout of one of them
+        y = y.contiguous(memory_format=memory_format_of(x))
+        given = given._replace(results=given.results._replace(y=y))
     with on_device_of(x):
         gradients: list[Tensor] = kernels_for(x, given.inputs.statistics_batch_size).backward(*given)
     return gradients
