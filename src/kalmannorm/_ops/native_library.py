@@ -53,8 +53,14 @@ _building = threading.Lock()
 
 
 def usable(x: Tensor) -> bool:
-    """Whether C kernels can read a tensor, if it has no gaps: a plain float32 or float64 tensor on a CPU."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and not PLAIN.active and library(x.dtype) is not None
+    """Whether C kernels can read a tensor, if it has no gaps: a plain float32 or float64 tensor on a CPU.
+
+    Not under a dispatch mode outside of a registered op: a tracer would not see what they write, and fake tensors have
+    no memory.
+    """
+    if x.device.type != "cpu" or x.dtype not in DTYPES or PLAIN.active or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return library(x.dtype) is not None
 
 
 def threads_for(values: int) -> int:

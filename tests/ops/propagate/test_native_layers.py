@@ -6,6 +6,8 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kalmannorm
 from kalmannorm._ops.plain import without_kernels
@@ -91,6 +93,48 @@ def test_memory_of_a_gradient_is_used_again_unless_somebody_has_it():
     assert part.numel() == weight.numel() - 5
 
 
+@pytest.mark.parametrize("how", ["storage", "shared", "freed"])
+def test_memory_that_somebody_has_without_a_tensor_is_not_used_again(how):
+    weight, room = torch.randn(native_layers.LARGE), {}
+    given = native_layers._gradient_like(weight, room, 0)
+    held = None
+    if how == "storage":
+        held = given.untyped_storage()
+    elif how == "shared":
+        given.share_memory_()  # as in a queue to another process
+    else:
+        given.untyped_storage().resize_(0)
+    address = given.data_ptr()
+    del given
+    again = native_layers._gradient_like(weight, room, 0)
+    assert again.data_ptr() not in (0, address)
+    assert held is None or held.data_ptr() == address
+
+
+def test_two_threads_never_get_the_same_memory():
+    weight = torch.randn(native_layers.LARGE)
+
+    class Room(dict):
+        """Another thread asks as soon as the memory is there."""
+
+        other = None
+
+        def __setitem__(self, place, kept):
+            super().__setitem__(place, kept)
+            if self.other is None:
+                self.other = weight
+                self.other = native_layers._gradient_like(weight, self, place)
+
+    known = {}
+    native_layers._gradient_like(weight, known, 0)
+    room = Room(known)
+    assert native_layers._gradient_like(weight, room, 0).data_ptr() != room.other.data_ptr()
+
+
+def test_a_gradient_can_be_detached_in_place():
+    native_layers._gradient_like(torch.randn(native_layers.LARGE), {}, 0).detach_()
+
+
 def net():
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=5).double()
@@ -149,3 +193,35 @@ def test_gradients_that_add_up_in_memory_that_autograd_took():
     model.zero_grad()
     backward()
     assert (backward() - 2 * one).norm() <= 1e-5 * one.norm()
+
+
+def small():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+    )
+    return kalmannorm.convert(model, torch.randn(4, 3, 8, 8), statistics_batch_size=2)
+
+
+def test_fake_tensors_have_no_memory():
+    model, x = small(), torch.randn(4, 3, 8, 8)
+    model(x).sum().backward()  # the bundles are there
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(x)).shape == (4, 8, 8, 8)
+
+
+def test_a_tracer_sees_the_computation_of_the_prior():
+    model, x = small(), torch.randn(4, 3, 8, 8)
+    kalmannorm.set_inference(model, "batch")
+    model.eval()
+    with torch.no_grad():
+        model(x)
+        model[3].weight.mul_(1.3)
+        traced = make_fx(model)(x)
+        torch.testing.assert_close(traced(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_under_another_default_device():
+    model, x = small(), torch.randn(4, 3, 8, 8)
+    with torch.device("meta"):
+        model(x).sum().backward()
+    assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())

@@ -6,6 +6,7 @@ The weight is read once in each direction, in the layout that it has.
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -102,15 +103,32 @@ def gradient_like(weight: Tensor, room: Room, place: int) -> Tensor:
     kept = room.pop(place, None)  # another thread then makes its own
     if kept is None or kept.stride() != weight.stride() or kept.shape != weight.shape or kept.dtype != weight.dtype:
         kept = torch.empty_like(weight)
-    elif _users(kept.untyped_storage()._cdata) > ALONE:
+    elif _used(kept):
         kept = torch.empty_like(weight)  # autograd gave it away as `.grad`
-    room[place] = kept
-    return kept.view_as(kept)
+    given = kept.data  # not a view for autograd, which refuses to detach views in place
+    room[place] = kept  # after `given` exists: another thread sees that the memory is used
+    return given
+
+
+def _used(kept: Tensor) -> bool:
+    """Whether anyone else has the memory of a tensor, or has freed it."""
+    if _references(kept) > REFERENCES or _users(kept.untyped_storage()._cdata) > ALONE:
+        return True
+    storage = kept.untyped_storage()
+    # Another process may have it. `resize_` frees it.
+    return storage.is_shared() or storage.nbytes() != kept.nbytes
+
+
+def _references(kept: Tensor) -> int:
+    """References to the storage of a tensor. Everyone who has the storage in Python has the same object."""
+    return sys.getrefcount(kept.untyped_storage())
 
 
 _users: Any = getattr(torch._C, "_storage_Use_Count", None)
 ALONE = 2
 """The tensor, and the storage object that asks."""
+REFERENCES = _references(torch.empty(1, device="cpu"))
+"""If nobody else has it. Versions of torch differ."""
 
 
 def _call(name: str, weight: Tensor, *given: object) -> None:
