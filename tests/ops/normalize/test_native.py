@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import kalmannorm
@@ -248,3 +249,16 @@ def test_a_hook_that_changes_the_layout_of_the_output():
         found = trained(x, weight, bias, prior, gain, residual)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_the_fake_of_the_op_on_rows_has_as_many_gradients(residual):
+    inputs, rows, groups = given(SHAPES["narrow"], False)
+    spread, other = rows.unsqueeze(1).expand(-1, groups, -1), inputs.residual if residual else None
+    y, moments = torch.ops.kalmannorm.normalize_rows(inputs.x, spread, other, 2, 1e-5, True)
+    run, how = torch.ops.kalmannorm.normalize_rows_backward, (2, 1e-5, True, residual)
+    arguments = torch.randn_like(y), inputs.x, spread, moments, y
+    found = run(*arguments, *how)
+    with FakeTensorMode() as mode:
+        fakes = run(*map(mode.from_tensor, arguments), *how)
+    assert [each.shape for each in found] == [each.shape for each in fakes]

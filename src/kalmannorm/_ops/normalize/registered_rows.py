@@ -69,13 +69,14 @@ def _backward(
     grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None, size: int, eps: float, relu: bool,
     residual: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x and of the rows. If y is given, it has the mask of the ReLU, and the masked `grad_y` follows."""
+    """Gradients of x and of the rows. If y is given, it has the mask of the ReLU. Then the gradient of a residual, the
+    masked `grad_y`, follows."""
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual)
         if kernels is None:
             kept = moments.view(4, *rows.shape[1:]).unbind(0)
             found = through_the_op(registered.backward, grad_y, _dense(x), rows, kept, y, (size, eps, relu))
-            return [*found[: 2 if y is None else 3]]
+            return [*found[: 2 if y is None or not residual else 3]]
         dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments, Scratch()), 0)
         return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
 
@@ -86,7 +87,7 @@ def _fake_backward(
 ) -> list[Tensor]:  # fmt: skip
     like = _dense(x)
     gradients = [torch.empty_like(like), rows.new_empty(rows.shape)]
-    return gradients if y is None else [*gradients, torch.empty_like(like)]
+    return gradients if y is None or not residual else [*gradients, torch.empty_like(like)]
 
 
 class _Node(torch.autograd.Function):
