@@ -75,6 +75,38 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     assert native_library.library(torch.float32) is not None
 
 
+def test_a_folder_that_others_can_write_is_not_used(fresh):
+    """Their code would run with the rights of this user."""
+    fresh.mkdir()
+    fresh.chmod(0o777)
+    assert native_library.library(torch.float32) is not None
+    assert list(fresh.iterdir()) == []
+
+
+def test_a_user_without_a_home(fresh, monkeypatch):
+    def missing():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native_library.Path, "home", missing)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("KALMANNORM_NATIVE_CACHE")
+    assert native_library.library(torch.float32) is not None
+
+
+def test_a_compiler_with_arguments(fresh, monkeypatch):
+    monkeypatch.setenv("CC", "cc -pipe")
+    commands = builds(monkeypatch)
+    assert native_library.library(torch.float32) is not None
+    assert all(command[1] == "-pipe" for command in commands)
+
+
+def test_the_openmp_library_of_torch_is_found():
+    folder = os.path.dirname(os.path.realpath(torch.__file__))
+    paths = ["/a folder/sklearn.libs/libgomp-1.so.1.0.0", f"{folder}/lib/libgomp.so.1", "/usr/lib/libm.so.6"]
+    maps = "".join(f"7f00-7f01 r-xp 00000000 08:01 1234                       {path}\n" for path in paths)
+    assert native_library._openmp_in(maps.encode()) == [paths[1], paths[0]]
+
+
 def test_one_openmp_library():
     """A second one would have threads of its own, which wait in a loop for work on the same cores."""
     if native_library.library(torch.float32) is None or not native_library._openmp():

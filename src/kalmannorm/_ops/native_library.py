@@ -5,8 +5,9 @@ no C kernels, and PyTorch operations run instead. They use torch's own threads: 
 is made visible to them. If it is not found, they run in one thread.
 
     KALMANNORM_NATIVE=0        never build or use C kernels
-    KALMANNORM_NATIVE_CACHE    the folder for builds. Otherwise it is `kalmannorm` in the user's folder for caches
-    CC                         the compiler
+    KALMANNORM_NATIVE_CACHE    the folder for builds. Otherwise it is `kalmannorm` in the user's folder for caches.
+                               If others can write into it, every process builds in a folder of its own
+    CC                         the compiler, with arguments if it needs some
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -85,36 +88,43 @@ _LOADED: dict[torch.dtype, ctypes.CDLL | None] = {}
 def _load(dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in DTYPES or sys.platform != "linux" or os.environ.get("KALMANNORM_NATIVE") == "0":
         return None
-    compiler = _compiler()
-    if compiler is None:
-        return None
     try:
+        compiler = _compiler()
+        if compiler is None:
+            return None
         openmp = _openmp()
         found = ctypes.CDLL(str(_built(compiler, dtype, openmp)))
-    except (OSError, subprocess.SubprocessError):  # a broken compiler, a folder that cannot be written
+    except (OSError, ValueError, subprocess.SubprocessError):  # a broken compiler, a folder that cannot be written
         return None
     for name, places in FUNCTIONS.items():
         getattr(found, name).argtypes = [*[ctypes.c_void_p] * places, ctypes.c_long]
     return found
 
 
-def _compiler() -> str | None:
-    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    return next((path for name in names if (path := shutil.which(name)) is not None), None)
+def _compiler() -> list[str] | None:
+    """The command of the compiler. CC may have arguments, as in "ccache gcc"."""
+    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC", "").strip() else [[name] for name in COMPILERS]
+    return next(([path, *rest] for name, *rest in commands if (path := shutil.which(name)) is not None), None)
 
 
 @functools.cache
 def _openmp() -> bool:
     """Make the OpenMP library of torch visible to libraries that are loaded later. False if there is none."""
-    with open("/proc/self/maps") as maps:
-        loaded = re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)", maps.read())
-    if not loaded:
-        return False
-    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
-    return True
+    with open("/proc/self/maps", "rb") as maps:
+        loaded = _openmp_in(maps.read())
+    if loaded:
+        ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
+    return bool(loaded)
 
 
-def _built(compiler: str, dtype: torch.dtype, openmp: bool) -> Path:
+def _openmp_in(maps: bytes) -> list[str]:
+    """The OpenMP libraries of a process, that of torch first: threads of another one would compete with torch's."""
+    found = re.findall(rb"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$", maps, re.MULTILINE)
+    home = str(Path(torch.__file__).resolve().parent)
+    return sorted(map(os.fsdecode, found), key=lambda path: not path.startswith((f"{home}/", f"{home}.libs/")))
+
+
+def _built(compiler: list[str], dtype: torch.dtype, openmp: bool) -> Path:
     """The library file. It is built if there is none for these sources, this compiler and this kind of processor."""
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = [*COMMON, native, f"-DREAL={DTYPES[dtype]}", "-fopenmp" if openmp else "-fopenmp-simd"]
@@ -126,9 +136,9 @@ def _built(compiler: str, dtype: torch.dtype, openmp: bool) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             objects = [f"{scratch}/{number}.o" for number in range(len(SOURCES))]
             for name, made in zip(SOURCES, objects, strict=True):
-                _run([compiler, *flags, "-c", str(_HERE / name), "-o", made])
+                _run([*compiler, *flags, "-c", str(_HERE / name), "-o", made])
             # Linked without -fopenmp, which would add a second OpenMP library with threads of its own.
-            _run([compiler, "-shared", *objects, "-lm", "-o", f"{scratch}/native.so"])
+            _run([*compiler, "-shared", *objects, "-lm", "-o", f"{scratch}/native.so"])
             os.replace(f"{scratch}/native.so", path)  # another process may do the same at the same time
     return path
 
@@ -139,16 +149,21 @@ def _run(command: list[str]) -> None:
 
 def _folder() -> Path:
     """The folder for builds. It is private: code in it is loaded into processes of its user."""
-    given = os.environ.get("KALMANNORM_NATIVE_CACHE")
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else caches / "kalmannorm"
     try:
+        given = os.environ.get("KALMANNORM_NATIVE_CACHE")
+        folder = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kalmannorm"))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
+        if _private(folder) and os.access(folder, os.W_OK | os.X_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         pass
     return _own_folder()
+
+
+def _private(folder: Path) -> bool:
+    """Whether nobody but its user can write into a folder. Others could put their code there."""
+    state = folder.stat()
+    return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @functools.cache
@@ -165,7 +180,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 def _processor() -> str:
     """The kind of processor: builds use all its instructions, and a folder may be shared by different machines."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", errors="replace") as file:
             text = file.read()
     except OSError:
         return platform.processor()
