@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kalmannorm._filter import gain_of, gain_slope
 from kalmannorm._ops.propagate import aten_layers, native_layers
@@ -96,13 +97,15 @@ class _Ready(NamedTuple):
 
     def geometry(self, layer: Layer, dtype: torch.dtype) -> aten_layers.Geometry:
         if (layer.axes, dtype) not in self.geometries:
-            self.geometries[layer.axes, dtype] = aten_layers.geometry(layer, dtype, self.device)
+            with _disable_current_modes():
+                self.geometries[layer.axes, dtype] = aten_layers.geometry(layer, dtype, self.device)
         return self.geometries[layer.axes, dtype]
 
 
 def _ready(bundle: Bundle, device: torch.device) -> _Ready:
     if ("aten", device) not in bundle.tables:
-        with torch.inference_mode(False):  # the kept tensors are also used in training
+        # The kept tensors are also used in training, and after a mode that makes fake tensors or traces.
+        with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
             bundle.tables["aten", device] = _Ready(
                 [[(each, _work(each, each.stop, device)) for each in stage.elementwise] for stage in bundle.stages],
                 [

@@ -98,7 +98,8 @@ def _program(bundle: Bundle, tensors: Tensors, dtype: torch.dtype) -> _Program:
     layers = [layer for stage in bundle.stages for layer in stage.layers]
     key = "native", dtype, tuple(tensors[layer.weight].is_contiguous() for layer in layers)
     if key not in bundle.tables:
-        with torch.inference_mode(False):  # the kept tensors are also used in training
+        # The kept tensors are also used in training, and there may be another default device.
+        with torch.inference_mode(False), torch.device("cpu"):
             bundle.tables[key] = _made(bundle, tensors, dtype)
     program: _Program = bundle.tables[key]
     return program
@@ -194,8 +195,8 @@ def forward(
     if not _readable(bundle, dtype, tensors):  # someone changed the layout of a weight
         return aten.forward(bundle, tensors, dtype, device, gradients)
     program = _program(bundle, tensors, dtype)
-    entries, aways = torch.empty((2, bundle.entries), dtype=dtype), torch.empty(program.aways, dtype=dtype)
-    rows = torch.empty((5, bundle.channels), dtype=dtype)
+    sizes = (2, bundle.entries), (program.aways,), (5, bundle.channels)
+    entries, aways, rows = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
     _run("bundle_forward", dtype, program, _addresses(tensors), entries.data_ptr(), aways.data_ptr(), rows.data_ptr())
     others = [aten.taken(entries, where).clone() for where in program.results]
     return Made(rows, [(part[:1], part[1:]) for part in others], [entries, aways], program)
@@ -217,7 +218,7 @@ def backward(
     aten.add_results(grads, program.results, grad_results)
     found: list[Tensor | None] = [None] * len(tensors)
     # γ, β and gains in one tensor: they are many. If no row has a gradient, some of them get none.
-    parts = torch.zeros(sum(program.sizes), dtype=entries.dtype).split(program.sizes)  # type: ignore[no-untyped-call]
+    parts = entries.new_zeros(sum(program.sizes)).split(program.sizes)  # type: ignore[no-untyped-call]
     for place, part in zip(program.small, parts, strict=True):
         if asked[place]:
             found[place] = part if tensors[place].dim() == 1 else part.view(tensors[place].shape)

@@ -58,7 +58,8 @@ class _Alike:
         observed = [each.observed for each in chosen if each.observed is not None]
         self.observed_means, self.observed_vars = ([each[part] for each in observed] for part in range(2))
         self.tracked, self.batches, self.skipped = ([each.counts[part] for each in chosen] for part in range(3))
-        with torch.inference_mode(False):  # the kept tensors are also used in training
+        # The kept tensors are also used in training, and there may be another default device.
+        with torch.inference_mode(False), torch.device(like.device):
             self.values = torch.tensor([each.values for each in chosen])
             self.shares = group_sizes(first.examples, first.size, like) / first.examples
             self.owner = torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor(self.sizes))
@@ -89,7 +90,7 @@ class _Alike:
         after, before = torch.stack(new), torch.stack(old)
         # Check the new averages, not the batch: a finite but huge batch overflows only in the averages.
         broken = ~torch.isfinite(after).all(0)
-        skip = torch.zeros(len(self.sizes), dtype=torch.long).index_add_(0, self.owner, broken.long()) > 0
+        skip = self.owner.new_zeros(len(self.sizes)).index_add_(0, self.owner, broken.long()) > 0
         found = skip.nonzero().flatten().tolist()
         if found:
             after = torch.where(skip[self.owner], before, after)
