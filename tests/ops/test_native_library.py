@@ -44,6 +44,29 @@ def test_built_once_and_found_by_the_next_process(fresh, monkeypatch):
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
 
 
+def test_a_damaged_build_is_made_again(fresh, monkeypatch):
+    native_library.library(torch.float32)
+    (path,) = fresh.iterdir()
+    other = fresh.parent / "other"  # a file that this process has loaded is not read again
+    other.mkdir(mode=0o700)
+    (other / path.name).write_bytes(b"no library")
+    monkeypatch.setenv("KALMANNORM_NATIVE_CACHE", str(other))
+    native_library._LOADED.clear()
+    assert native_library.library(torch.float32) is not None
+    assert (other / path.name).stat().st_size > 1000
+
+
+def test_without_openmp_in_one_thread(fresh, monkeypatch, tmp_path):
+    """The compiler has no OpenMP."""
+    script = tmp_path / "cc"
+    script.write_text(
+        f'#!/bin/sh\nfor each in "$@"; do [ "$each" = -fopenmp ] && exit 1; done\nexec {shutil.which("cc")} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert native_library.library(torch.float32) is not None
+
+
 def test_another_processor_gets_its_own_build(fresh, monkeypatch):
     native_library.library(torch.float64)
     native_library._LOADED.clear()

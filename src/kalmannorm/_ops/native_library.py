@@ -92,13 +92,28 @@ def _load(dtype: torch.dtype) -> ctypes.CDLL | None:
         compiler = _compiler()
         if compiler is None:
             return None
-        openmp = _openmp()
-        found = ctypes.CDLL(str(_built(compiler, dtype, openmp)))
-    except (OSError, ValueError, subprocess.SubprocessError):  # a broken compiler, a folder that cannot be written
+        # Without threads if the compiler has no OpenMP, or calls another one than that of torch, as clang does.
+        found = _opened(compiler, dtype, True) if _openmp() else None
+        return found or _opened(compiler, dtype, False)
+    except (OSError, ValueError):  # CC cannot be read, a folder cannot be written
         return None
-    for name, places in FUNCTIONS.items():
-        getattr(found, name).argtypes = [*[ctypes.c_void_p] * places, ctypes.c_long]
-    return found
+
+
+def _opened(compiler: list[str], dtype: torch.dtype, openmp: bool) -> ctypes.CDLL | None:
+    for _ in range(2):
+        try:
+            path = _built(compiler, dtype, openmp)
+        except subprocess.SubprocessError:
+            return None
+        try:
+            found = ctypes.CDLL(str(path))
+            for name, places in FUNCTIONS.items():
+                getattr(found, name).argtypes = [*[ctypes.c_void_p] * places, ctypes.c_long]
+        except (OSError, AttributeError):  # a damaged file: build it anew
+            path.unlink(missing_ok=True)
+        else:
+            return found
+    return None
 
 
 def _compiler() -> list[str] | None:
