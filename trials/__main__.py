@@ -1,88 +1,214 @@
-"""Run the runs of a round that have no record yet: `python -m trials --round first --cell cifar10 --packs
-trials/packs`.
+"""Run the runs of rounds that have no record yet.
 
-Records are appended to `trials/records/ROUND.jsonl` (or `--records`) when runs end, so an interrupted round can be
-continued. `--budget` is the most seconds. When they are over, finished runs are kept and running ones are lost.
+    python -m trials --round first --cell cifar10     one round of one cell
+    python -m trials --round sizes ablations          these rounds, every cell of them
+    python -m trials --queue                          all rounds of evidence.py, the most telling runs first
+    python -m trials --queue --list                   only print what is left to do
+    python -m trials --queue --dry                    build every run and train it for a few steps on made-up images
+
+Records are appended to `trials/records/ROUND.jsonl` (or to files in the folder `--records`) when runs end, so an
+interrupted round can be continued. `--budget` is the most seconds. When they are over, running trainings are saved in
+`trials/unfinished`, and so are they every two minutes. The same command on the same machine goes on with them. A run
+that fails gets a record with its error, and is tried again by the next call.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trials.cells import CELLS, load
+from trials.cells import BATCH, CELLS, Cell, Data, load, made_up
+from trials.evidence import QUEUE
 from trials.rounds import ROUNDS
-from trials.training import Training, train
+from trials.training import Run, Training, train
 
 HERE = Path(__file__).parent
+DRY_STEPS, DRY_BATCH = 2, 16
+"""Optimizer steps of a dry run, and the most images in each."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--round", choices=ROUNDS, required=True)
-    parser.add_argument("--cell", choices=CELLS, required=True)
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--round", choices=ROUNDS, nargs="+")
+    chosen.add_argument("--queue", action="store_true", help="the rounds of trials/evidence.py, by importance")
+    parser.add_argument("--cell", choices=CELLS, nargs="+", help="every cell unless given")
     parser.add_argument("--match", default="", help="a regular expression: only runs whose key contains it")
     parser.add_argument("--packs", type=Path, default=HERE / "packs")
-    parser.add_argument("--records", type=Path, help="a file of JSON lines; trials/records/ROUND.jsonl unless given")
+    parser.add_argument("--records", type=Path, default=HERE / "records", help="a folder, for ROUND.jsonl")
+    parser.add_argument("--unfinished", type=Path, default=HERE / "unfinished", help="a folder, for running trainings")
     parser.add_argument("--commit", default="", help="commit of the sources, if git is not available")
-    parser.add_argument("--together", type=int, default=4, help="runs side by side")
+    parser.add_argument("--together", type=int, default=6, help="runs side by side")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--list", action="store_true", help="only print the keys of the runs that are left to do")
+    parser.add_argument("--dry", action="store_true", help="a few steps on made-up images, without records")
     arguments = parser.parse_args()
-    start = time.perf_counter()
-    path = arguments.records or HERE / "records" / f"{arguments.round}.jsonl"
-    kept = HERE / "records" / f"{arguments.round}.jsonl"
-    done = {record["key"] for record in _read(path) + _read(kept)}
-    mine = (run for run in ROUNDS[arguments.round] if run.cell == arguments.cell)
-    waiting = [run for run in mine if run.key not in done and re.search(arguments.match, run.key)]
-    if len({run.test for run in waiting}) > 1:
-        parser.error("some runs are scored on test images and some are not: choose with --match")
-    cell, device = CELLS[arguments.cell], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = load(cell, arguments.packs, device, test=any(run.test for run in waiting))
-    print(f"{cell.name}: {len(waiting)} runs to do, {len(data.train)} images; {time.perf_counter() - start:.0f} s")
-    while waiting:
-        batch, waiting = waiting[: arguments.together], waiting[arguments.together :]
+    runs = QUEUE if arguments.queue else [(name, run) for name in arguments.round for run in ROUNDS[name]]
+    waiting = left(runs, arguments.cell, arguments.match, arguments.records)
+    if arguments.list:
+        for name, run in waiting:
+            print(f"{name}: {run.key}")
+        print(f"{len(waiting)} runs to do")
+    elif arguments.dry:
+        short = {
+            small(run): run.key for _, run in reversed(waiting)
+        }  # runs that differ in m or a rate may be equal here
+        for run, key in reversed(short.items()):
+            begun = time.perf_counter()
+            loss = dry(run)["loss"]
+            print(f"{key}: loss {loss:.3f} in {time.perf_counter() - begun:.1f} s", flush=True)
+        print(f"{len(short)} different runs of {len(waiting)}")
+    else:
+        Queue(arguments).work(waiting)
+
+
+def left(
+    runs: Iterable[tuple[str, Run]], cells: Iterable[str] | None, match: str, records: Path
+) -> list[tuple[str, Run]]:
+    """Those without a record, of these cells, whose key matches."""
+    runs = list(runs)
+    done = set()
+    for name in dict.fromkeys(name for name, _ in runs):
+        for path in {records / f"{name}.jsonl", HERE / "records" / f"{name}.jsonl"}:
+            done |= {(name, row["key"]) for row in _read(path) if "failed" not in row}
+    mine = [(name, run) for name, run in runs if cells is None or run.cell in cells]
+    return [(name, run) for name, run in mine if (name, run.key) not in done and re.search(match, run.key)]
+
+
+def small(run: Run) -> Run:
+    """The run with small batches, for a few steps. A closing phase begins and ends within them."""
+    batch = min(run.batch or BATCH, DRY_BATCH)
+    form = dataclasses.replace(run.form, m=min(run.form.m, batch), close=(0.0, 0.5))
+    form = form if run.form.closing else dataclasses.replace(form, close=run.form.close)
+    return dataclasses.replace(run, form=form, seed=0, batch=batch, epochs=1, rate=None, decay=None)
+
+
+def dry(run: Run) -> dict[str, Any]:
+    """Scores and loss of a small run after a few steps on made-up images."""
+    cell, device = CELLS[run.cell], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = run.batch or BATCH
+    data = made_up(cell, 2 * DRY_STEPS * batch, device, test=run.test, both=run.both)
+    data = dataclasses.replace(data, train=data.train[: DRY_STEPS * batch])
+    training = Training(run, cell, data, graph=device.type == "cuda")
+    train([training])
+    loss = training.loss()
+    if training.done != DRY_STEPS or not math.isfinite(loss):
+        raise RuntimeError(f"{run.key}: {training.done} steps, loss {loss}")
+    return {**training.scores(), "loss": loss, "reached": training.reached}
+
+
+class Queue:
+    """Runs of one cell and one split of the images, side by side, until nothing is left or time is over."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.start = arguments, time.perf_counter()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.loaded: dict[tuple[str, bool, bool], Data] = {}
+
+    def work(self, waiting: list[tuple[str, Run]]) -> None:
+        print(f"{len(waiting)} runs to do", flush=True)
+        while waiting:
+            batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])][: self.arguments.together]
+            waiting = [each for each in waiting if each not in batch]
+            try:
+                self._train(batch)
+            except TimeoutError:
+                print(f"out of time with {len(batch) + len(waiting)} runs to do", file=sys.stderr)
+                return
+
+    def _train(self, batch: list[tuple[str, Run]]) -> None:
         begun = time.perf_counter()
-        trainings = [Training(run, cell, data, graph=device.type == "cuda") for run in batch]
+        if begun - self.start > self.arguments.budget:
+            raise TimeoutError
+        cell = CELLS[batch[0][1].cell]
+        data = self._data(cell, batch[0][1])
+        trainings = []
+        for name, run in batch:
+            try:
+                trainings.append((name, self._training(run, cell, data)))
+            except (RuntimeError, ValueError, TypeError) as error:  # the others can still run
+                self._write(name, {"key": run.key, "failed": f"{type(error).__name__}: {error}"[:500]}, batch)
         ready = time.perf_counter() - begun
-        try:
-            seconds = train(trainings, arguments.budget - (time.perf_counter() - start))
-        except TimeoutError:
-            print(f"{cell.name}: out of time with {len(batch) + len(waiting)} runs to do", file=sys.stderr)
-            return
-        for training in trainings:
+        seconds = train(
+            [training for _, training in trainings],
+            self.arguments.budget - (time.perf_counter() - self.start),
+            self._save,
+        )
+        for name, training in trainings:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
-            record |= {"ready": round(ready, 1), "together": len(batch), **_origin(arguments.commit)}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{training.run.key}: {record.get('test') or record['held_out']} loss {record['loss']}", flush=True)
+            self._write(name, {**record, "ready": round(ready, 1)}, batch)
+            self._place(training.run).unlink(missing_ok=True)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
-        del trainings, training
+
+    def _data(self, cell: Cell, run: Run) -> Data:
+        """The images of this cell, on the device. Cells of one data set share them."""
+        key = cell.images, run.test, run.both
+        if key not in self.loaded:
+            self.loaded[key] = load(cell, self.arguments.packs, self.device, test=run.test, both=run.both)
+        return self.loaded[key]
+
+    def _training(self, run: Run, cell: Cell, data: Data) -> Training:
+        place = self._place(run)
+        saved = torch.load(place, map_location="cpu", weights_only=True) if place.is_file() else None
+        return Training(run, cell, data, graph=self.device.type == "cuda", saved=saved)
+
+    def _place(self, run: Run) -> Path:
+        folder: Path = self.arguments.unfinished
+        return folder / f"{hashlib.sha256(run.key.encode()).hexdigest()[:16]}.pt"
+
+    def _save(self, training: Training) -> None:
+        place = self._place(training.run)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(training.saved(), place.with_suffix(".new"))
+        place.with_suffix(".new").replace(place)
+
+    def _write(self, name: str, record: dict[str, Any], batch: list[tuple[str, Run]]) -> None:
+        record |= {"together": len(batch), **_origin(self.arguments.commit)}
+        path = self.arguments.records / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        scored = record.get("failed") or record.get("test") or record["held_out"]
+        print(f"{name}: {record['key']}: {scored} loss {record.get('loss')}", flush=True)
+
+
+def _split(run: Run) -> tuple[str, bool, bool]:
+    return run.cell, run.test, run.both
 
 
 def _outcome(training: Training) -> dict[str, Any]:
-    run, loss = training.run, training.loss()
-    return {
+    run, loss, scores = training.run, training.loss(), training.scores()
+    found: dict[str, Any] = {
         "cell": run.cell,
         "seed": run.seed,
         "epochs": training.epochs,
         "rate": training.rate,
         "form": vars(run.form),
         "decay": training.decay,
-        "test" if run.test else "held_out": training.score(),
+        "batch": training.batch,
+        "test" if run.test else "held_out": scores["held_out"],
         "loss": round(loss, 4) if math.isfinite(loss) else None,
         "curve": training.curve(),
         "weights": training.weights(),
+        "steps": training.steps,
     }
+    if "tested" in scores:
+        found["tested"] = scores["tested"]
+    if training.reached:
+        found["reached"] = training.reached
+    return found
 
 
 def _origin(commit: str) -> dict[str, str]:

@@ -2,6 +2,14 @@
 
 The images come from packs, see `pack.py`. Forms are chosen on a held-out tenth of the training images. The test images
 are only used to confirm what was chosen.
+
+| cell | network | images |
+| --- | --- | --- |
+| `cifar10`, `cifar100` | CIFAR Inception, the paper's | CIFAR-10, CIFAR-100 |
+| `cifar10-wide`, `cifar100-wide` | the same, widened to the parameters of BKN learned | the same |
+| `cifar10-resnet32` | ResNet-32 of the authors' code | CIFAR-10 |
+| `tiny100` | ResNet-18 | 100 classes of Tiny-ImageNet |
+| `tiny100-inception` | BN-Inception, in the role of the paper's Inception-v2 | the same |
 """
 
 from __future__ import annotations
@@ -17,7 +25,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from kalmannorm.lab.experiments.widths import matching_width
+from kalmannorm.lab.models.bn_inception import BNInception
 from kalmannorm.lab.models.cifar_inception import CifarInception
+from kalmannorm.lab.models.cifar_resnet import CifarResNet
 
 BATCH = 128
 MOSAIC = 10
@@ -29,7 +40,8 @@ class Cell:
     """A network on a data set, and how it is trained."""
 
     name: str
-    packs: tuple[str, ...]
+    images: str
+    """The data set, which names the packs."""
     net: Callable[[], nn.Module]
     size: int
     padding: int
@@ -37,12 +49,17 @@ class Cell:
     rate: float = 0.1
     decay: float = 5e-4
 
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """Of the training images."""
+        return f"{self.images}-a", f"{self.images}-b"
+
 
 @dataclass(frozen=True)
 class Data:
     """Images (N, 3, H, W) uint8 and labels (N,) on the device; `scale` and `shift` normalize a channel.
 
-    `held`: the images to score, which are not trained on.
+    `held`: the images to score, which are not trained on. `test`: the test images, if runs are scored on both.
     """
 
     train: Tensor
@@ -51,6 +68,8 @@ class Data:
     held_labels: Tensor
     scale: Tensor
     shift: Tensor
+    test: Tensor | None = None
+    test_labels: Tensor | None = None
 
     def prepared(self, images: Tensor) -> Tensor:
         return (images.float() * self.scale + self.shift).contiguous(memory_format=torch.channels_last)
@@ -65,36 +84,72 @@ def _resnet18() -> nn.Module:
     return model
 
 
+def _wide(classes: int) -> nn.Module:
+    """CIFAR Inception with batch norm and as many parameters as with BKN learned."""
+    with torch.random.fork_rng(devices=[]):  # only the first call searches
+        width = matching_width("cifar-inception", classes, (3, 32, 32))
+    return CifarInception(classes, 3, width)
+
+
 CELLS = {
-    "cifar10": Cell("cifar10", ("cifar10-a", "cifar10-b"), lambda: CifarInception(10), 32, 4, 15),
-    "cifar100": Cell("cifar100", ("cifar100-a", "cifar100-b"), lambda: CifarInception(100), 32, 4, 15),
-    "tiny100": Cell("tiny100", ("tiny100-a", "tiny100-b"), _resnet18, 64, 8, 15),
+    "cifar10": Cell("cifar10", "cifar10", lambda: CifarInception(10), 32, 4, 15),
+    "cifar100": Cell("cifar100", "cifar100", lambda: CifarInception(100), 32, 4, 15),
+    "cifar10-wide": Cell("cifar10-wide", "cifar10", lambda: _wide(10), 32, 4, 15),
+    "cifar100-wide": Cell("cifar100-wide", "cifar100", lambda: _wide(100), 32, 4, 15),
+    "cifar10-resnet32": Cell("cifar10-resnet32", "cifar10", lambda: CifarResNet(32, 10), 32, 4, 15),
+    "tiny100": Cell("tiny100", "tiny100", _resnet18, 64, 8, 15),
+    "tiny100-inception": Cell("tiny100-inception", "tiny100", lambda: BNInception(100), 64, 8, 15),
 }
 
 
-def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False) -> Data:
+def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False, both: bool = False) -> Data:
     """The training set of the cell, with every tenth image of each class held out.
 
-    `test`: all training images, and the test images to score.
+    `test`: all training images, and the test images to score. `both`: the held-out images and the test images.
     """
     images, labels = _images(cell.packs, folder, cell.size)
+    tested = _images((f"{cell.images}-test",), folder, cell.size) if test or both else None
+    return split(images, labels, None if tested is None else _shuffled(*tested), test=test, device=device)
+
+
+def split(
+    images: Tensor, labels: Tensor, tested: tuple[Tensor, Tensor] | None, *, test: bool, device: torch.device
+) -> Data:
+    """Train, and score on a held-out tenth and the test images if they are given; or on the test images alone."""
     if test:
-        train, train_labels = images, labels
-        held, held_labels = _images((f"{cell.name}-test",), folder, cell.size)
+        assert tested is not None
+        train, train_labels, (held, held_labels), tested = images, labels, tested, None
     else:
         place = torch.zeros_like(labels)
         for label in labels.unique():
             mine = labels == label
             place[mine] = torch.arange(int(mine.sum()))
         chosen = place % 10 == 9
-        train, train_labels, held, held_labels = images[~chosen], labels[~chosen], images[chosen], labels[chosen]
-    # In the order of classes, the examples of a group would be too similar.
-    shuffled = torch.randperm(len(held), generator=torch.Generator().manual_seed(0))
+        train, train_labels = images[~chosen], labels[~chosen]
+        held, held_labels = _shuffled(images[chosen], labels[chosen])
     values = train[::8].float()
     mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3))
     scale, shift = (1 / std).view(1, 3, 1, 1), (-mean / std).view(1, 3, 1, 1)
-    tensors = train, train_labels, held[shuffled], held_labels[shuffled], scale, shift
+    tensors = train, train_labels, held, held_labels, scale, shift, *(tested or ())
     return Data(*(tensor.to(device) for tensor in tensors))
+
+
+def made_up(cell: Cell, count: int, device: torch.device, *, test: bool = False, both: bool = False) -> Data:
+    """Random images of the cell's size in two classes, for a dry run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(number: int) -> tuple[Tensor, Tensor]:
+        images = torch.randint(0, 256, (number, 3, cell.size, cell.size), generator=generator, dtype=torch.uint8)
+        return images, torch.arange(number) % 2
+
+    images, labels = some(count)
+    return split(images, labels, some(16) if test or both else None, test=test, device=device)
+
+
+def _shuffled(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """In the order of classes, the examples of a group would be too similar."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images[order], labels[order]
 
 
 def _images(packs: tuple[str, ...], folder: Path, size: int) -> tuple[Tensor, Tensor]:

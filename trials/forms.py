@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import kalmannorm
 from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm.functional import normalize
 from kalmannorm.moments import Moments
 
@@ -39,8 +40,26 @@ class Form:
     m: int = 128
     real: int = 32
     """For `moving`: the batch that it imitates."""
+    transition: Literal["weights", "learned"] = "weights"
+    """For `kalman`: what computes the prior. "learned" is the paper's."""
     gain: float | None = None
-    """For `kalman`: the initial value of the learned gain."""
+    """For `kalman`: the initial value of the gain. None: 0.5 for "weights", 0.9 for "learned"."""
+    fixed: bool = False
+    """For `kalman`: the gain keeps its initial value."""
+    channels: bool = False
+    """For `kalman`: one gain for each channel instead of one for each layer."""
+    start: Literal["zero", "small", "identity"] = "zero"
+    """For "learned": the initial matrix A. "small" is a tenth of Glorot's, "identity" passes on the first channels."""
+    rank: int | None = None
+    """For "learned": the rank of A. None: dense."""
+    noise: Literal["shared", "layer", "channel"] = "shared"
+    """For "learned": one r for the model, one for each layer, or one for each channel."""
+    blind: bool = False
+    """For `kalman`: no gradient goes through the prior into the layers before. Gain, A and r still learn."""
+    total: bool = True
+    """For `kalman` and `ghost`: the running variance includes the variance of the group means."""
+    momentum: float | None = None
+    """Of the running statistics, per step. None: that of the norm."""
     closing: bool = False
     """For `kalman` and `ghost`: correct towards running statistics late in training, as Batch Renorm."""
     close: tuple[float, float] = (0.5, 0.8)
@@ -83,7 +102,9 @@ class Form:
 
     def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | kalmannorm.ClosingPhase | None:
         """Convert the model in place. Some forms also return an object that the training loop has to call."""
-        size = {"statistics_batch_size": self.m}
+        size: dict[str, Any] = {"statistics_batch_size": self.m}
+        if self.momentum is not None:
+            size["momentum"] = self.momentum
         if self.kind == "batch":
             return None
         if self.kind in ("group", "standardized"):
@@ -100,9 +121,9 @@ class Form:
             schedule = {"warmup_steps": steps // 32, "r_steps": steps // 4, "d_steps": 5 * steps // 32}
             kalmannorm.convert(model, example, to="renorm", inplace=True, **size, **schedule)
             return None
+        size["total_variance"] = self.total
         if self.uses_depth:
-            gain = {} if self.gain is None else {"gain": self.gain}
-            kalmannorm.convert(model, example, transition="weights", inplace=True, **size, **gain)
+            self._filter(model, example, size)
         else:
             kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
         if self.closing and self.means == "average":
@@ -114,6 +135,35 @@ class Form:
         if self.kind == "time" or self.closing:
             return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
         return None
+
+    def _filter(self, model: nn.Module, example: Tensor, options: dict[str, Any]) -> None:
+        """Convert to Kalman norms, and change what `convert` has no option for."""
+        if self.gain is not None:
+            options["gain"] = self.gain
+        if self.rank is not None:
+            options["rank"] = self.rank
+        options["per_channel_gain"] = self.channels
+        kalmannorm.convert(model, example, transition=self.transition, inplace=True, **options)
+        for norm in (module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)):
+            if norm.gain_logit is None:
+                continue
+            norm.gain_logit.requires_grad_(not self.fixed)
+            if self.blind:
+                norm._predict = types.MethodType(_blind, norm)  # type: ignore[method-assign]
+            if norm.transition is not None:
+                self._begin(norm.transition)
+
+    def _begin(self, transition: LearnedTransition) -> None:
+        """The initial A and r of one norm."""
+        with torch.no_grad():
+            if self.start == "small":
+                nn.init.xavier_uniform_(transition.matrix, gain=0.1)
+            elif self.start == "identity":
+                nn.init.eye_(transition.matrix)
+        if self.noise != "shared":
+            factor = transition.matrix if transition.rank is None else transition.left
+            transition._lender.clear()
+            transition.noise = nn.Parameter(factor.new_ones(len(factor) if self.noise == "channel" else 1))
 
 
 class Memory:
@@ -287,6 +337,16 @@ def _fading(self: Any, previous: Moments | None, rows: int) -> tuple[Moments | N
         return prior, gain
     share = self.fade * self.closing.strength.clamp(max=0.999)  # p = 0 would divide by 0
     return prior, gain + (1 - gain) * share
+
+
+def _blind(self: Any, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
+    """A and r get gradients, and so does the gain. The layers before get none."""
+    if previous is not None and self.transition is not None:
+        previous = Moments(previous.mean.detach(), previous.var.detach())
+    prior, gain = type(self)._predict(self, previous, rows)
+    if prior is not None and self.transition is None:
+        prior = Moments(prior.mean.detach(), prior.var.detach())
+    return prior, gain
 
 
 def _mixture(depth: Moments, gain: Tensor, time: Moments, lam: Tensor) -> tuple[Tensor, Tensor, Tensor]:

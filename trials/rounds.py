@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from trials.evidence import EVIDENCE
 from trials.forms import Form
 from trials.training import Run
 
@@ -214,5 +215,6 @@ ROUNDS = {
     "eleventh": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "cifar100") for run in ELEVENTH],
     "peers": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in PEERS],
     "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM] + CONFIRM_CIFAR10,
+    **EVIDENCE,
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

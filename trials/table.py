@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trials.cells import CELLS
+from trials.cells import BATCH, CELLS
 from trials.forms import Form
 from trials.rounds import ROUNDS
 
@@ -26,7 +26,7 @@ RECORDS = Path(__file__).parent / "records"
 HELD_OUT = 5_000
 """Images that a run is scored on, in every cell: the held-out tenth."""
 TEST = {"tiny100": 5_000, "cifar10": 10_000, "cifar100": 10_000}
-"""Test images of a cell."""
+"""Test images of a data set."""
 
 Row = dict[str, Any]
 
@@ -42,11 +42,12 @@ class Setting:
     epochs: int
     warmup: float = 0.0
     test: bool = False
+    batch: int = BATCH
 
     @property
     def images(self) -> int:
         """The number that the accuracy is measured on."""
-        return TEST[self.cell] if self.test else HELD_OUT
+        return TEST[CELLS[self.cell].images] if self.test else HELD_OUT
 
 
 @dataclass
@@ -56,10 +57,14 @@ class Score:
     setting: Setting
     rows: dict[int, Row] = field(default_factory=dict)
 
-    def accuracies(self, mode: str = "population") -> dict[int, float]:
-        """In %, by seed. A run that diverged has none."""
-        name = "test" if self.setting.test else "held_out"
-        return {seed: row[name][mode] for seed, row in sorted(self.rows.items()) if row["loss"] is not None}
+    def accuracies(self, mode: str = "population", images: str = "") -> dict[int, float]:
+        """In %, by seed. A run that diverged has none, and neither has one without this way of inference.
+
+        `images`: "tested" for the test images of a run that was scored on them besides the held-out ones.
+        """
+        name = images or ("test" if self.setting.test else "held_out")
+        rows = {seed: row for seed, row in sorted(self.rows.items()) if row["loss"] is not None}
+        return {seed: row[name][mode] for seed, row in rows.items() if mode in row.get(name, {})}
 
     @property
     def diverged(self) -> bool:
@@ -92,13 +97,16 @@ def setting_of(row: Row) -> Setting:
     fields: Row = {name: tuple(value) if isinstance(value, list) else value for name, value in row["form"].items()}
     decay = row["decay"] if row.get("decay") is not None else float(named.get("decay", CELLS[row["cell"]].decay))
     warmup = float(named.get("warmup", 0))
-    return Setting(row["cell"], Form(**fields), row["rate"], decay, row["epochs"], warmup, "test" in row)
+    batch = row.get("batch", BATCH)
+    return Setting(row["cell"], Form(**fields), row["rate"], decay, row["epochs"], warmup, "test" in row, batch)
 
 
 def scores(rows: Iterable[Row]) -> list[Score]:
-    """One per setting, in the order of the first record of each."""
+    """One per setting, in the order of the first record of each. Records of failed runs are left out."""
     found: dict[Setting, Score] = {}
     for row in rows:
+        if "failed" in row:
+            continue
         setting = setting_of(row)
         found.setdefault(setting, Score(setting)).rows[row["seed"]] = row
     return list(found.values())
@@ -125,14 +133,30 @@ BACKWARDS = {
 def described(form: Form, *, size: bool = True) -> str:
     """The form in words. What is usual is left out, and so is m without `size`."""
     usual = Form(kind=form.kind, m=form.m)
-    kind = KINDS[form.kind]
+    kind = KINDS[form.kind].replace("BKN", "BKN learned" if form.transition == "learned" else "BKN")
     words = [kind.format(m=form.m) if size else kind.removesuffix(", m = {m}").removesuffix(" of {m}")]
     if form.level != usual.level:
         words.append(
             {"drift": "moved by the drift of the depth prior", "mixture": "mixed with the depth prior"}[form.level]
         )
     if form.gain is not None:
-        words.append(f"gain from {form.gain:g}")
+        words.append(f"gain {'fixed at' if form.fixed else 'from'} {form.gain:g}")
+    elif form.fixed:
+        words.append("gain fixed")
+    if form.channels:
+        words.append("a gain for each channel")
+    if form.start != usual.start:
+        words.append({"small": "A from a tenth of Glorot's", "identity": "A from the identity"}[form.start])
+    if form.rank is not None:
+        words.append(f"A of rank {form.rank}")
+    if form.noise != usual.noise:
+        words.append(f"r for each {form.noise}")
+    if form.blind:
+        words.append("no gradient through the prior")
+    if not form.total:
+        words.append("no total variance")
+    if form.momentum is not None:
+        words.append(f"momentum {form.momentum:g}")
     if form.closing:
         words.append(f"closing phase from {_percent(form.close)}" + (", own sums" if form.means == "own" else ""))
     if form.ramp != usual.ramp:
@@ -172,6 +196,7 @@ def scoreboard(cell: str, *, test: bool = False, rows: Iterable[Row] | None = No
         losses = [row["loss"] for row in score.rows.values() if row["loss"] is not None]
         words = described(setting.form) + (f", warm-up of {100 * setting.warmup:.0f} %" if setting.warmup else "")
         words += f", {setting.epochs} epochs" if setting.epochs != CELLS[cell].epochs else ""
+        words += f", {setting.batch} images per step" if setting.batch != BATCH else ""
         shown = " ".join(f"{by_seed[seed]:.1f}" if seed in by_seed else "diverged" for seed in sorted(score.rows))
         lines.append(
             [

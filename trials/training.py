@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kalmannorm
+from kalmannorm._norms.grouped import Inference
 from kalmannorm.lab.data.resident import crop_and_flip
 from trials.cells import BATCH, Cell, Data
-from trials.forms import Form
+from trials.forms import Form, Time
 
 MOMENTUM = 0.9
 CURVE = 30
 """Points of a recorded curve."""
+MODES = {"ghost": 3, "kalman": 3, "renorm": 2}
+"""How many of the inferences population, batch and example a form has. The others have population alone."""
+RECALIBRATED = ("batch", "ghost", "kalman", "renorm")
+RECALIBRATION = 12_800
+"""Images from which population statistics are computed again after training."""
+SAVED_EVERY = 120.0
+"""Seconds between saves of running trainings."""
+LOOKED_EVERY = 200
+"""Steps between looks at the clock. A look waits for the GPU."""
+
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,13 +55,21 @@ class Run:
     """Weight decay. None: the cell's own."""
     test: bool = False
     """Train on all training images and score on the test images, instead of the held-out tenth."""
+    batch: int | None = None
+    """Images per optimizer step. None: 128."""
+    both: bool = False
+    """Score on the held-out tenth, which choices are made by, and on the test images. It trains on nine tenths."""
+    evaluations: int = 0
+    """How often the accuracy on the images to score is measured during training, in equal distances."""
+    virtual: tuple[int, ...] = ()
+    """Sizes of the virtual group of `example` inference that are scored besides m."""
 
     @property
     def key(self) -> str:
         words = [self.cell, self.form.name, f"seed={self.seed}"]
         words += [
             f"{name}={value}"
-            for name in ("epochs", "rate", "warmup", "decay", "test")
+            for name in ("epochs", "rate", "warmup", "decay", "test", "batch", "both", "evaluations", "virtual")
             if (value := getattr(self, name))
         ]
         return " | ".join(words)
@@ -57,7 +78,10 @@ class Run:
 class Training:
     """A running training. `step()` trains on one batch, `score()` returns the accuracy."""
 
-    def __init__(self, run: Run, cell: Cell, data: Data, *, graph: bool, batch: int = BATCH) -> None:
+    def __init__(
+        self, run: Run, cell: Cell, data: Data, *, graph: bool, batch: int = BATCH, saved: State | None = None
+    ) -> None:
+        batch = run.batch or batch
         self.run, self.cell, self.data, self.batch = run, cell, data, batch
         device = data.train.device
         rng = torch.Generator().manual_seed(run.seed + 1)
@@ -88,11 +112,16 @@ class Training:
         self.losses = torch.zeros(self.steps, device=device)
         self.decay = cell.decay if run.decay is None else run.decay
         groups = kalmannorm.parameter_groups(self.model, self.decay)
-        self.groups = [(group["params"], group["weight_decay"]) for group in groups]
+        self.groups = [([p for p in group["params"] if p.requires_grad], group["weight_decay"]) for group in groups]
         self.velocity = [[torch.zeros_like(p) for p in params] for params, _ in self.groups]
+        self.done = 0
+        self.marks = {-(-part * self.steps // run.evaluations) for part in range(1, run.evaluations + 1)}
+        self.reached: list[tuple[int, float]] = []
+        """Steps and accuracies in %, in population inference."""
+        if saved is not None:
+            self._restore(saved)
         self.stream: Any = torch.cuda.Stream() if graph else None
         self.graph = self._captured() if graph else None
-        self.done = 0
 
     def step(self) -> None:
         if self.graph is None:
@@ -107,6 +136,10 @@ class Training:
                 self.phase.step()
             if self.graph is not None and (len(self._probes()), self.phase.settled) != before:
                 self.graph = self._captured()  # the norms run in another way from now on
+        if self.done in self.marks:
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.reached.append((self.done, self._scored("population", self.data.held, self.data.held_labels)))
 
     def _probes(self) -> list[Tensor]:
         """Tensors whose gradients the closing phase collects."""
@@ -119,7 +152,7 @@ class Training:
         return logits.float()
 
     def _step(self) -> None:
-        at = self.at
+        at = self.at.clamp(max=self.steps - 1)  # steps to warm up a graph may go beyond the end
         falling = self.falling[at].view(())
         if self.time is not None:
             self.time.lam.copy_(self.lam[at].view(()))
@@ -145,7 +178,7 @@ class Training:
                 torch._foreach_mul_(mine, -self.rate * falling)
                 torch._foreach_add_(params, mine)
             self.losses.index_copy_(0, at, loss.detach().view(1))
-            at.add_(1)
+            self.at.add_(1)
 
     def _state(self) -> list[Tensor]:
         state = [*self.model.parameters(), *self.model.buffers(), self.at]
@@ -172,25 +205,83 @@ class Training:
         torch.cuda.synchronize()
         return graph
 
+    def saved(self) -> State:
+        """All that changes in a training, on the CPU. A training with this state goes on as if it had never stopped."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        return {
+            "done": self.done,
+            "reached": self.reached,
+            "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
+            "velocity": [[tensor.cpu() for tensor in own] for own in self.velocity],
+            "losses": self.losses.cpu(),
+            "time": {} if self.time is None else {name: row.cpu() for name, row in self._rows(self.time).items()},
+        }
+
     @torch.no_grad()
+    def _restore(self, saved: State) -> None:
+        self.done, self.reached = saved["done"], saved["reached"]
+        self.at.fill_(self.done)
+        if self.phase is not None:
+            self.phase.load_state_dict({"done": self.done})
+        self.model.load_state_dict(saved["model"])
+        for own, old in zip(self.velocity, saved["velocity"], strict=True):
+            torch._foreach_copy_(own, old)
+        self.losses.copy_(saved["losses"])
+        if self.time is not None:
+            for name, row in self._rows(self.time).items():
+                row.copy_(saved["time"][name])
+
+    @staticmethod
+    def _rows(time: Time) -> dict[str, Tensor]:
+        return {**time.rows, "counted": time.counted}
+
     def score(self) -> dict[str, float]:
         """Accuracy in % on the images to score, in every way of inference that the form has."""
+        return self.scores()["held_out"]
+
+    @torch.no_grad()
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Accuracies in %, on held-out and on test images. Recalibration comes last, because it changes the model."""
         if self.time is not None:
             self.time.settle()
-        modes = {"ghost": 3, "kalman": 3, "renorm": 2}.get(self.run.form.kind, 1)
-        found = {}
-        self.model.eval()
-        for mode in ("population", "batch", "example")[:modes]:
-            if modes > 1:
-                kalmannorm.set_inference(self.model, mode)
-            right = 0
-            for start in range(0, len(self.data.held), 1000):
-                part = slice(start, start + 1000)
-                images = self.data.prepared(self.data.held[part])
-                right += int((self._forward(images).argmax(1) == self.data.held_labels[part]).sum())
-            found[mode] = round(100 * right / len(self.data.held), 2)
-        self.model.train()
+        form = self.run.form
+        parts = {"held_out": (self.data.held, self.data.held_labels)}
+        if self.data.test is not None and self.data.test_labels is not None:
+            parts["tested"] = self.data.test, self.data.test_labels
+        modes: list[tuple[str, int | None]] = [("population", None), ("batch", None), ("example", form.m)]
+        modes = modes[: MODES.get(form.kind, 1)]
+        modes += [("example", size) for size in self.run.virtual if len(modes) > 2]
+        found: dict[str, dict[str, float]] = {name: {} for name in parts}
+        for mode, size in modes:
+            words = mode if size in (None, form.m) else f"{mode} {size}"
+            for name, images in parts.items():
+                found[name][words] = self._scored(mode, *images, size)
+        if form.kind in RECALIBRATED and self.time is None and math.isfinite(self.loss()):
+            kalmannorm.recalibrate(self.model, self._batches(), progress=False, forward=self._forwarded)
+            for name, images in parts.items():
+                found[name]["recalibrated"] = self._scored("population", *images)
         return found
+
+    @torch.no_grad()
+    def _scored(self, mode: Inference, images: Tensor, labels: Tensor, size: int | None = None) -> float:
+        if self.run.form.kind in MODES:
+            kalmannorm.set_inference(self.model, mode, statistics_batch_size=size)
+        self.model.eval()
+        right = 0
+        for start in range(0, len(images), 1000):
+            part = slice(start, start + 1000)
+            right += int((self._forward(self.data.prepared(images[part])).argmax(1) == labels[part]).sum())
+        self.model.train()
+        return round(100 * right / len(images), 2)
+
+    def _batches(self) -> Iterator[Tensor]:
+        """Training images as they are, in the order of the first epoch."""
+        for chosen in self.order[: min(RECALIBRATION // self.batch, len(self.order))]:
+            yield self.data.prepared(self.data.train[chosen])
+
+    def _forwarded(self, model: nn.Module, images: Tensor) -> None:
+        self._forward(images)
 
     def loss(self) -> float:
         """Mean loss of the last hundred steps. NaN once the training has diverged."""
@@ -215,20 +306,28 @@ def _format(parameter: nn.Parameter) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def train(runs: list[Training], seconds: float = math.inf) -> float:
+def train(runs: list[Training], seconds: float = math.inf, save: Callable[[Training], None] | None = None) -> float:
     """Train all of them to the end, one step of each in turn.
 
-    Returns the seconds. Raises an error when time is over.
+    Returns the seconds. `save` is called from time to time, and before the error that says that time is over.
     """
-    start = time.perf_counter()
-    for number in range(max(run.steps for run in runs)):
+    start = last = time.perf_counter()
+    count = 0
+    while any(run.done < run.steps for run in runs):
         for run in runs:
-            if number < run.steps:
+            if run.done < run.steps:
                 run.step()
-        if number % 200 == 199:
+        count += 1
+        if count % LOOKED_EVERY == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if time.perf_counter() - start > seconds:
+            now = time.perf_counter()
+            over = now - start > seconds
+            if save is not None and (over or now - last > SAVED_EVERY):
+                last = now
+                for run in runs:
+                    save(run)
+            if over:
                 raise TimeoutError
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,16 +1,24 @@
-"""The time filter of trials/forms.py against its definition, in float64, a short training on made-up images, and the
-scoreboard."""
+"""The time filter of trials/forms.py against its definition, in float64, a short training on made-up images, the
+queue, and the scoreboard."""
 
+import argparse
 import copy
+import dataclasses
+import json
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from trials import table
-from trials.cells import Cell, Data
+import kalmannorm
+from support.wide import narrow
+from trials import __main__ as command
+from trials import table, training
+from trials.cells import CELLS, Cell, Data, split
+from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.forms import Form
+from trials.rounds import ROUNDS
 from trials.training import MOMENTUM, Run, Training, train
 
 
@@ -87,18 +95,20 @@ FORMS = [
 ]
 
 
-def made_up(form):
+def net():
+    block = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+
+
+def made_up(form, epochs=10, saved=None, **changes):
     torch.manual_seed(0)
     labels = torch.arange(96) % 2
     images = (torch.randint(0, 100, (96, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
     one = torch.ones(1, 3, 1, 1)
     data = Data(images, labels, images, labels, one / 60, -one * 1.6)
 
-    def net():
-        block = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-        return nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
-
-    return Training(Run("made up", form), Cell("made up", (), net, 8, 1, 10), data, graph=False, batch=16)
+    cell = Cell("made up", "made up", net, 8, 1, epochs)
+    return Training(Run("made up", form, **changes), cell, data, graph=False, batch=16, saved=saved)
 
 
 def test_gradient_averages_follow_the_gradients_not_what_the_optimizer_made_of_them():
@@ -140,6 +150,165 @@ def test_a_graph_is_captured_again_when_norms_begin_to_close_and_when_they_settl
     begun, settled = (math.ceil(share * training.steps) for share in (training.phase.start, training.phase.end))
     train([training])
     assert captured == [begun, settled] and begun < settled
+
+
+def once(forms):
+    """Each form with groups of at most 8, and without those that are then equal."""
+    return list(dict.fromkeys(dataclasses.replace(form, m=min(form.m, 8)) for form in forms))
+
+
+@pytest.mark.parametrize("form", once(run.form for _, run in QUEUE), ids=lambda form: form.name)
+def test_every_form_of_the_queue_trains_and_is_scored(form):
+    running = made_up(form, epochs=1, virtual=(1, 5), evaluations=3)
+    train([running])
+    assert math.isfinite(running.loss())
+    scores = running.scores()["held_out"]
+    several = form.kind in ("kalman", "ghost")
+    assert {"example", "example 5"} <= set(scores) if several else "example" not in scores
+    assert ("recalibrated" in scores) == (form.kind in ("kalman", "ghost", "renorm"))
+    assert [step for step, _ in running.reached] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("cell", narrow(CELLS, ["cifar10-resnet32", "cifar10-wide"]))
+def test_every_cell_of_the_queue_runs(cell):
+    """As `python -m trials --queue --dry` does. That command runs all of them."""
+    run = next(run for _, run in QUEUE if (run.cell == cell and run.form.closing) or run.cell == cell)
+    found = command.dry(command.small(run))
+    assert set(found) >= {"held_out", "loss"} and (run.test or "tested" in found)
+
+
+def test_the_wide_net_has_the_parameters_of_the_learned_transition():
+    wide = CELLS["cifar10-wide"].net()
+    narrow_net = CELLS["cifar10"].net()
+    TABLE3["BKN learned (128, 2)"].apply(narrow_net, torch.randn(2, 3, 32, 32), 10)
+    counts = [sum(p.numel() for p in model.parameters()) for model in (wide, narrow_net)]
+    assert abs(counts[0] / counts[1] - 1) <= 0.01
+
+
+def converted(form):
+    torch.manual_seed(0)
+    model = net()
+    form.apply(model, torch.randn(4, 3, 8, 8), 10)
+    return model, model[4]
+
+
+def test_a_fixed_gain_is_not_trained():
+    running = made_up(Form(kind="kalman", m=2, gain=0.3, fixed=True), epochs=2)
+    train([running])
+    assert kalmannorm.gains(running.model) == pytest.approx({"4": 0.3})
+    learned = made_up(Form(kind="kalman", m=2, gain=0.3), epochs=2)
+    train([learned])
+    assert kalmannorm.gains(learned.model) != pytest.approx({"4": 0.3})
+
+
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+def test_a_blind_prior_changes_no_output_and_only_gradients_of_layers_before(transition):
+    form = Form(kind="kalman", m=2, transition=transition)
+    found = []
+    for blind in (False, True):
+        model, norm = converted(dataclasses.replace(form, blind=blind))
+        if norm.transition is not None:  # a matrix of zeros passes nothing back
+            with torch.no_grad():
+                norm.transition.matrix.fill_(0.1)
+        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        own, before = norm.gain_logit, model[3].weight  # a belief passes through the convolution
+        if norm.transition is not None:
+            own, before = norm.transition.matrix, model[0].weight
+        y = model(x)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [own, before])])
+    torch.testing.assert_close(found[0][:2], found[1][:2])
+    assert found[0][1].any()
+    assert not torch.allclose(found[0][2], found[1][2], rtol=1e-3)
+
+
+def test_starts_noises_and_ranks_of_a_learned_transition():
+    form = Form(kind="kalman", m=2, transition="learned")
+    _, norm = converted(dataclasses.replace(form, start="identity"))
+    assert torch.equal(norm.transition.dense(), torch.eye(8))
+    _, norm = converted(dataclasses.replace(form, start="small"))
+    assert 0 < norm.transition.dense().abs().max() < 0.1
+    _, norm = converted(dataclasses.replace(form, rank=4))
+    assert norm.transition.left.shape == (8, 4)
+    for noise, count in (("layer", 1), ("channel", 8)):
+        model = CELLS["cifar10"].net()
+        dataclasses.replace(form, noise=noise).apply(model, torch.randn(2, 3, 32, 32), 10)
+        norms = [m for m in model.modules() if isinstance(m, kalmannorm.BatchKalmanNorm) and m.transition]
+        noises = [m.transition.shared_noise() for m in norms]
+        assert len({id(each) for each in noises}) == len(norms) > 5
+        assert [len(each) for each in noises] == [1 if count == 1 else m.num_features for m in norms]
+
+
+INTERRUPTED = [
+    Form(kind="kalman", m=2, closing=True, means="average", close=(0.2, 0.7)),
+    Form(kind="kalman", m=2, transition="learned"),
+    Form(kind="time", m=1),
+    Form(kind="moving", m=2),
+    Form(kind="online", m=1),
+]
+
+
+@pytest.mark.parametrize("stop", [3, 15, 26])
+@pytest.mark.parametrize("form", INTERRUPTED, ids=lambda form: form.name)
+def test_a_resumed_training_equals_an_uninterrupted_one(form, stop, tmp_path):
+    whole, first = made_up(form, epochs=5, evaluations=4), made_up(form, epochs=5, evaluations=4)
+    train([whole])
+    for _ in range(stop):
+        first.step()
+    torch.save(first.saved(), tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    second = made_up(form, epochs=5, evaluations=4, saved=saved)
+    train([second])
+    assert second.done == whole.done and list(map(tuple, second.reached)) == whole.reached
+    assert torch.equal(second.losses, whole.losses)
+    expected = whole.model.state_dict()
+    for name, value in second.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def queue(tmp_path, monkeypatch, runs, **options):
+    """The queue on made-up images and nets, with these runs."""
+    labels = torch.arange(120) % 2
+    images = (torch.randint(0, 100, (120, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
+    monkeypatch.setitem(CELLS, "cifar10", Cell("cifar10", "cifar10", net, 8, 1, 3))
+    tested = images[:20], labels[:20]
+    monkeypatch.setattr(command, "load", lambda *_, test, both: split(images, labels, tested, test=test, device="cpu"))
+    usual = {"budget": math.inf, "together": 2, "records": tmp_path, "unfinished": tmp_path / "unfinished"}
+    arguments = argparse.Namespace(packs=tmp_path, commit="abc", **{**usual, **options})
+    command.Queue(arguments).work(command.left(runs, None, "", tmp_path))
+    path = tmp_path / "smoke.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path, monkeypatch):
+    forms = [Form(kind="ghost", m=2), Form(kind="kalman", m=2), Form(kind="ghost", m=4)]
+    runs = [("smoke", Run("cifar10", form, both=True, batch=12)) for form in forms]
+    runs.append(("smoke", Run("cifar10", Form(kind="kalman", m=2, gain=7.0), both=True, batch=12)))
+    monkeypatch.setattr(training, "LOOKED_EVERY", 5)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
+    assert queue(tmp_path, monkeypatch, runs, budget=4.0) == []
+    assert len(list((tmp_path / "unfinished").glob("*.pt"))) == 2
+    rows = queue(tmp_path, monkeypatch, runs)
+    assert [row["key"] for row in rows if "failed" not in row] == [run.key for _, run in runs[:3]]
+    (failed,) = (row for row in rows if "failed" in row)
+    assert "gain" in failed["failed"] and failed["key"] == runs[3][1].key
+    assert rows[0]["tested"].keys() == rows[0]["held_out"].keys() and rows[0]["batch"] == 12
+    assert not list((tmp_path / "unfinished").glob("*.pt"))
+    assert len(queue(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
+
+
+def test_the_queue_has_every_run_of_the_evidence_once():
+    assert len({(name, run.key) for name, run in QUEUE}) == len(QUEUE) == sum(map(len, EVIDENCE.values()))
+    assert set(QUEUE) == {(name, run) for name, runs in EVIDENCE.items() for run in runs}
+    for name, runs in EVIDENCE.items():
+        assert ROUNDS[name] is runs
+    firsts = [run.form for _, run in QUEUE[:3]]
+    assert firsts == [methods(128)["groups"], methods(2)["groups"], methods(2)["BKN, closing phase"]]
+    sizes = {(run.cell, run.form.m) for run in EVIDENCE["sizes"] if run.form.kind == "kalman"}
+    assert len(sizes) == 4 * len(SIZES)
+    settings = {(run.batch, run.form.m) for run in EVIDENCE["settings"]}
+    assert settings == set(PAPER)
+    assert {run.form for run in EVIDENCE["ablations"]} == set(ABLATIONS.values())
 
 
 def recorded(form, seed=0, accuracy=60.0, loss=1.0, key="", **more):
