@@ -61,9 +61,9 @@ def test_mean_and_spread_are_to_one_place():
 def test_a_method_has_one_name():
     for each in EXPERIMENTS.values():
         for arm in each.arms:
-            title = METHODS[arm.method].title
+            title = METHODS[arm.method].title + ", closing phase" * (arm.closing is not None)
             assert arm.name == title or (arm.method == "bn" and arm.name.startswith("BN ")), arm
-            assert ("–" in arm.label) is (arm.method == "gn")
+            assert ("–" in arm.label) is (arm.method in ("gn", "gn-ws"))
 
 
 def ending_at(scores: dict[str, float], steps: int):

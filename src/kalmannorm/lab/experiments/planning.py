@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kalmannorm.lab import models
 from kalmannorm.lab.bounds import positive
 from kalmannorm.lab.comparing.cells import seeds as first_seeds
 from kalmannorm.lab.data.protocol import Data
@@ -94,7 +95,7 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
             batchnorm_parameters(wanted.model, 1.0, data.classes, data.shape)  # raises if it is unknown or unfit
         for role, model in _models(experiment, dataset, wanted.model).items():
             stand_in = stand_in or other or model != _paper_models(experiment)[role]
-            for arm in arms_of(experiment, wanted, cheap=other):
+            for arm in arms_of(experiment, wanted, model, cheap=other):
                 recipe = _recipe(arm, dataset, model, wanted)
                 if data is not None:
                     _check_size(recipe, data)
@@ -106,8 +107,17 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
     return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(sorted(cells, key=lambda c: c.recipe.seed)))
 
 
-def arms_of(experiment: Experiment, wanted: Wanted, *, cheap: bool) -> list[Arm]:
-    return [arm for arm in experiment.arms if (cheap or not arm.cheap) and not (arm.ours and wanted.paper_only)]
+def arms_of(experiment: Experiment, wanted: Wanted, model: str, *, cheap: bool) -> list[Arm]:
+    """Without the arms that the user's options, the data set or the network leave out."""
+
+    def fits(arm: Arm) -> bool:
+        if (arm.cheap and not cheap) or (arm.ours and wanted.paper_only):
+            return False
+        if arm.closing is not None and wanted.changes.get("finish_epochs"):
+            return False  # statistics that are frozen at the end exclude a closing phase
+        return not arm.wide or experiment.widened or model in models.names()
+
+    return [arm for arm in experiment.arms if fits(arm)]
 
 
 def _of_data(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +157,8 @@ def _paper_models(experiment: Experiment) -> dict[Role, str]:
 
 
 def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
-    recipe = dataclasses.replace(at_setting(preset(dataset, model), arm.setting), method=arm.method)
+    own = {"method": arm.method, "closing_start": arm.closing, "warmup_epochs": arm.warmup}
+    recipe = dataclasses.replace(at_setting(preset(dataset, model), arm.setting), **own)  # type: ignore[arg-type]
     scaled = {name: getattr(recipe, name) * wanted.budget for name in ("epochs", "warmup_epochs")}
     recipe = changed(dataclasses.replace(recipe, **scaled), wanted.changes)
     if "evaluate_every" not in wanted.changes:
@@ -167,7 +178,7 @@ def _seeds(recipe: Recipe, arm: Arm, role: Role, seeds: int, *, prefix: bool) ->
     found = []
     for seed in range(seeds):
         own = dataclasses.replace(recipe, seed=recipe.seed + seed)
-        name = own.name.replace(f"-{own.method}-", f"-{own.method}-wide-") if arm.wide else own.name
+        name = own.name.replace(f"-{own.method}-", f"-{arm.kind}-")
         found.append(Cell(f"{own.dataset}-{name}" if prefix else name, own, arm, role))
     return found
 

@@ -19,7 +19,8 @@ class Arm:
     """One line of an experiment: a method at a setting.
 
     `ours`: not in the paper, omitted by --paper-only. `cheap`: only on a stand-in, where one more line costs little.
-    `wide`: all channels are scaled until the network has as many parameters as the one with `bkn-learned`.
+    `wide`: all channels are scaled until the network has as many parameters as the one with `bkn-learned`. `closing`:
+    the share of training at which a closing phase begins. `warmup`: epochs in which the learning rate rises.
     """
 
     method: str
@@ -28,14 +29,21 @@ class Arm:
     ours: bool = False
     cheap: bool = False
     wide: bool = False
+    closing: float | None = None
+    warmup: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The method and what was changed, as a part of names of folders."""
+        return f"{self.method}{'-wide' * self.wide}{'-closing' * (self.closing is not None)}"
 
     @property
     def key(self) -> str:
-        return f"{self.method}{'-wide' * self.wide}-{self.setting.gradient_batch}x{self.setting.statistics_batch}"
+        return f"{self.kind}-{self.setting.gradient_batch}x{self.setting.statistics_batch}"
 
     @property
     def name(self) -> str:
-        return self.title or naming.title(self.method)
+        return (self.title or naming.title(self.method)) + ", closing phase" * (self.closing is not None)
 
     @property
     def place(self) -> str:
@@ -100,6 +108,8 @@ class Experiment:
     """Whether steps are timed, without training."""
     counted: bool = False
     """Whether the tables have a column of parameters."""
+    widened: bool = False
+    """Whether the question is about the wide arms. Else they are left out if the network cannot be widened."""
     notes: tuple[str, ...] = ()
 
     def paper(self, arm: str, quantity: str, role: Role, dataset: str) -> float | None:

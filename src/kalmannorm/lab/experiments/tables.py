@@ -52,7 +52,11 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
     columns = [*models_column(plan), "method", "setting"]
     for mode, title in experiment.columns:
         columns += [title, PAPER] if mode in known else [title]
-    columns += ["parameters", PAPER] if experiment.counted else []
+    counts = {
+        (arm, role): experiment.paper(arm.key, "parameters", role, dataset) for arm in plan.arms for role in plan.models
+    }
+    told = any(count is not None for count in counts.values())
+    columns += ["parameters", *([PAPER] if told else [])] if experiment.counted else []
     rows: list[list[Any]] = []
     for role in plan.models:
         for arm in plan.arms:
@@ -63,8 +67,8 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
                 if mode in known:
                     row.append(experiment.paper(arm.key, mode, role, dataset))
             if experiment.counted:
-                counts = [run.result["parameters"] for run in found]
-                row += [counts[0] if counts else None, experiment.paper(arm.key, "parameters", role, dataset)]
+                own = [run.result["parameters"] for run in found]
+                row += [own[0] if own else None, *([counts[arm, role]] if told else [])]
             rows.append(row)
     note = f"The numbers of the paper are from its {experiment.source}; {PAPERS_BKN}." if known else ""
     if known and plan.stand_in:
