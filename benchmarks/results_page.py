@@ -2,7 +2,8 @@
 
 They stand between `<!-- NAME -->` and `<!-- end of NAME -->`. Nothing between these lines is written by hand, and no
 result stands outside of them. A sentence that the records no longer support ends the script with an error that names
-it. The records are those of the lab (docs/figures/records), the trials (trials/records) and two benchmarks.
+it. The records are those of the lab (docs/figures/records), the trials (trials/records) and two benchmarks. A section
+whose runs have no record yet says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import results_evidence as evidence
 import results_lab as lab
 import results_trials as trials
 from measured import ROOT, markdown, placed
@@ -18,7 +20,7 @@ from results_words import bullets, difference, mean, said, signed, standard_erro
 
 from kalmannorm.lab.experiments.catalogue import experiment
 from trials.forms import Form
-from trials.table import HELD_OUT, Score
+from trials.table import HELD_OUT
 
 DOCUMENT = ROOT / "docs" / "results.md"
 
@@ -103,6 +105,7 @@ def when() -> str:
     large = above(digits, 64, "population")
     eight = [above(digits, m, "population") for m in (32, 8)]
     four = above(digits, 4, "population")
+    at_four = "" if evidence.any_score(kind="kalman", m=4) else ". BKN was not run at m = 4 on the two larger nets"
     plain = trials.at("tiny100", Form(kind="kalman")) - trials.at("tiny100", Form(kind="batch"))
     at_one = {cell: (chosen(cell, "kalman", 1), chosen(cell, "ghost", 1)) for cell in ("tiny100", "cifar10")}
     tuned = {
@@ -147,7 +150,7 @@ def when() -> str:
                 f"{chosen('cifar10', 'ghost', 4):.1f} %, batch norm at 128 "
                 f"{chosen('tiny100', 'batch', 128, phase=False):.1f} and "
                 f"{chosen('cifar10', 'batch', 128, phase=False):.1f} %; on digits BKN {four.shown()} points against "
-                "plain groups. BKN was not run at m = 4 on the two larger nets",
+                f"plain groups{at_four}",
                 four.points < 0,
                 all(trials.best(cell, "kalman", 4, phase=True) is None for cell in ("tiny100", "cifar10")),
             ),
@@ -301,63 +304,38 @@ def _closed_gap(cell: str, m: int) -> float:
     return score.accuracies("batch")[0] - score.accuracies()[0]
 
 
-def _any(found: Callable[[Score], bool]) -> bool:
-    return any(found(score) for score in trials.all_scores())
-
-
 NOT_RUN: list[tuple[str, Callable[[], bool]]] = [
     ("ImageNet, the accuracy of detectors and segmentation nets, and long schedules.", lambda: False),
-    ("CIFAR-100.", lambda: _any(lambda score: score.setting.cell == "cifar100")),
-    ("ResNet-32, the net of the authors' code.", lambda: _any(lambda score: "resnet32" in score.setting.cell)),
-    (
-        "The paper's CIFAR table in full: 30 epochs of `kalmannorm reproduce cifar` with 3 seeds.",
-        lambda: any(row["epochs"] >= 30 for row in lab.read(lab.CIFAR)),
-    ),
-    (
-        "BN-Inception on Tiny-ImageNet, the stand-in for the paper's ImageNet settings.",
-        lambda: _any(lambda score: "inception" in score.setting.cell),
-    ),
     (
         "Batch renorm, group norm with and without standardized weights, Moving Average Batch Norm and Online "
         "Normalization on the nets of the trials. On digits they were run, see above.",
-        lambda: _any(lambda score: score.setting.form.kind in trials.OTHERS),
+        lambda: any(evidence.any_score(kind=kind) for kind in trials.OTHERS),
     ),
     ("Cross-Iteration Batch Normalization.", lambda: False),
-    (
-        "Batch norm on groups of 2 and 1 without a closing phase in the trials.",
-        lambda: any(trials.best(cell, "ghost", m, phase=False) for cell in trials.cells() for m in (2, 1)),
-    ),
-    (
-        "BKN at m = 4 in the trials.",
-        lambda: _any(lambda score: (score.setting.form.kind, score.setting.form.m) == ("kalman", 4)),
-    ),
+    ("A gain that is computed from the noise of the observation.", lambda: False),
     (
         "The CIFAR-10 trials on test images.",
-        lambda: _any(lambda score: score.setting.cell == "cifar10" and score.setting.test),
+        lambda: any(score.setting.cell == "cifar10" and score.setting.test for score in trials.all_scores()),
     ),
-    (
-        "Ablations: a fixed gain, the start of the learned matrix, its rank, a noise for each layer, a prior without "
-        "gradient, `total_variance=False`, the weight 1/m of `example`.",
-        lambda: False,
-    ),
-    ("Accuracy against m on more than digits: CIFAR-10 has m = 128 and 2.", lambda: _sizes(lab.CIFAR) > {2, 128}),
 ]
 
 
-def _sizes(record: str) -> set[int]:
-    return {row["statistics_batch"] for row in lab.read(record)}
-
-
 def not_run() -> str:
-    """Lines disappear once there is a record."""
-    return bullets(text for text, run in NOT_RUN if not run())
+    """Lines disappear once there is a record. The rounds that are evidence say how many of their runs have none."""
+    lines = [text for text, run in NOT_RUN if not run()]
+    return bullets(lines + evidence.missing())
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "in short": in_short,
     "when to use what": when,
+    "against m": evidence.against_m,
     "digits": lab.digits_table,
     "CIFAR-10": lab.cifar_table,
+    "table 3": evidence.table3,
+    "settings": evidence.settings,
+    "ablations": evidence.ablations,
+    "sigma": evidence.sigma,
     "confirmed": trials.confirm_table,
     "chosen": trials.chosen_table,
     "rates and decays": trials.rates_table,

@@ -15,6 +15,7 @@ from results_words import Difference, Row, bullets, difference, paragraph, said,
 sys.path.append(str(ROOT))
 from trials import table
 from trials.cells import CELLS
+from trials.evidence import EVIDENCE
 from trials.forms import Form
 from trials.rounds import ROUNDS
 from trials.table import Score, Setting, described
@@ -23,13 +24,19 @@ NAMES = {
     "tiny100": "ResNet-18 on 100 classes of Tiny-ImageNet",
     "cifar10": "CIFAR Inception on CIFAR-10",
     "cifar100": "CIFAR Inception on CIFAR-100",
+    "cifar10-resnet32": "ResNet-32 on CIFAR-10",
+    "cifar10-wide": "wide CIFAR Inception on CIFAR-10",
+    "cifar100-wide": "wide CIFAR Inception on CIFAR-100",
+    "tiny100-inception": "BN-Inception on 100 classes of Tiny-ImageNet",
 }
 SHORT = {"tiny100": "Tiny-ImageNet", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+SHORT |= {"cifar10-resnet32": "ResNet-32, CIFAR-10", "tiny100-inception": "BN-Inception, Tiny-ImageNet"}
 
 
 @cache
 def all_scores() -> tuple[Score, ...]:
-    return tuple(table.scores(table.records()))
+    """Of the rounds that choose. `results_evidence.py` has the others."""
+    return tuple(table.scores(row for row in table.records() if row["round"] not in EVIDENCE))
 
 
 def cells() -> list[str]:
@@ -125,7 +132,7 @@ def _confirmed(cell: str) -> str:
     text = paragraph(
         f"{NAMES[cell]}, {CELLS[cell].epochs} epochs, trained on all training images, scored on {images:,} test images."
     )
-    text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + _origin(rows, [cell]) + "\n"
+    text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, [cell]) + "\n"
     return text + bullets(_confirm_sentences(cell))
 
 
@@ -158,7 +165,7 @@ def power(decay: float) -> str:
     return f"{decay:.0e}".replace("e-0", "e-")
 
 
-def _origin(rows: Sequence[Row], own: Iterable[str]) -> str:
+def origin_of(rows: Sequence[Row], own: Iterable[str]) -> str:
     """Where the rows were measured. Each round has its own commits."""
     rounds: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -233,7 +240,7 @@ def _chosen(cell: str) -> str:
         f"training images. One standard error of an accuracy is {error:.1f} points, from the number of images alone."
     )
     headings = [f"{SHORT[cell]}, held-out accuracy, %", "best setting", "n", "by seed", "mean", "settings tried"]
-    return text + "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + _origin(rows, [cell])
+    return text + "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, [cell])
 
 
 def _words(score: Score) -> str:
@@ -272,7 +279,7 @@ def _rates(cell: str) -> str:
     headings = ["weight decay", "rate", *names]
     rows = [row for score in mine for row in score.rows.values()]
     title = f"{SHORT[cell]}, held-out accuracy in % by seed, of the best closing phase that was tried there:\n\n"
-    return title + "\n".join(markdown(headings, lines, 2)) + "\n\n" + _origin(rows, [cell])
+    return title + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, [cell])
 
 
 def _kind(score: Score) -> tuple[str, int, bool]:
@@ -334,7 +341,7 @@ def ideas_table() -> str:
         lines.append([words, ", ".join(name for name in ROUNDS if name in rounds), *cells_of])
         rows += [row for score in own for row in score.rows.values()]
     headings = ["idea", "round", *(f"{SHORT[cell]}, held-out accuracy, %" for cell in cells())]
-    text = "\n".join(markdown(headings, lines, 2)) + "\n\n" + _origin(rows, cells())
+    text = "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, cells())
     return text + "\n" + bullets(_idea_sentences())
 
 

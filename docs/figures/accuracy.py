@@ -1,109 +1,234 @@
-"""Accuracy against the statistics batch m, one panel for each inference and data set.
+"""Accuracy against the statistics batch m in population inference, a panel for each network and data set.
 
-`DATA` names the records. A line of a record has `method`, `statistics_batch`, `seed` and `accuracy` by inference. More
-sizes, methods, seeds or data sets are drawn as soon as their records are there.
+The chart is one of the lab (`kalmannorm.lab.report`). Its points come from the records that exist: those of the trials
+(`trials/evidence.py`), where the best setting on held-out images is shown by its score on test images, and those of the
+lab on digits and CIFAR-10. CIFAR-10 of the lab has two values of m. Its panel disappears when the trials have records
+of CIFAR-10. `missing` says what has no record yet.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from look import MARKS, NAMES, Record, Theme, canvas, plain, records
+import matplotlib
+import numpy as np
+from look import LIGHT, ROOT, Record, Theme, records
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.text import Text
 
-INFERENCES = ("population", "batch", "example")
-METHODS = ("BN", "BKN learned", "BKN weights")
+from kalmannorm.lab.report import axes as ranges
+from kalmannorm.lab.report import palette, plotting
+from kalmannorm.lab.report.charts import Curves, Lines, Series
+
+sys.path.append(str(ROOT))
+from trials import chosen, table
+from trials.cells import CELLS
+from trials.chosen import LAB, LABELS
+from trials.evidence import SINGLE
+
+Scores = Mapping[tuple[str, int], list[float]]
+"""Accuracies by method and m, one for each seed. A method without groups has m = 0."""
+LAB_FILES = {
+    "digits": ("docs/figures/records/digits-by-size.jsonl", "docs/figures/records/accuracy.jsonl"),
+    "cifar10": ("docs/figures/records/cifar10.jsonl",),
+}
+LAB_METHODS = {
+    "BN": "groups",
+    "BKN learned": "BKN learned",
+    "BKN weights": "BKN",
+    "BRN": "renorm",
+    "GN": "group",
+    "GN warmed up": "group",
+}
+TITLES = {
+    "cifar10": "CIFAR Inception on CIFAR-10",
+    "cifar10-resnet32": "ResNet-32 on CIFAR-10",
+    "cifar100": "CIFAR Inception on CIFAR-100",
+    "tiny100": "ResNet-18 on 100 classes of Tiny-ImageNet",
+}
+RECORDS = tuple(
+    str(path.relative_to(ROOT))
+    for path in (
+        *(table.RECORDS / f"{name}.jsonl" for name in chosen.BY_SIZE),
+        *(ROOT / name for files in LAB_FILES.values() for name in files),
+    )
+    if path.is_file()
+)
 
 
 @dataclass(frozen=True)
-class Data:
-    name: str
-    files: tuple[str, ...]
-    lowest: float
-    """The panels begin here. Lower results are written at the bottom."""
-    group_norm: str
+class Panel:
+    title: str
+    scores: Scores
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({m for _, m in self.scores if m})
 
 
-DATA = (
-    Data("CIFAR-10", ("docs/figures/records/cifar10.jsonl",), 78, "GN warmed up"),
-    Data("digits", ("docs/figures/records/digits-by-size.jsonl", "docs/figures/records/accuracy.jsonl"), 91, "GN"),
-)
-RECORDS = tuple(file for data in DATA for file in data.files)
+def of_trials(cell: str, rows: list[Record] | None = None) -> Panel:
+    found = chosen.points(cell, rows)
+    scores = {
+        (name, 0 if name in SINGLE else m): list(point.tested().values())
+        for (name, m), point in found.items()
+        if point is not None
+    }
+    return Panel(f"{TITLES[cell]}, {CELLS[cell].epochs} epochs", {key: own for key, own in scores.items() if own})
 
 
-def scores(rows: list[Record], method: str, inference: str) -> dict[int, list[float]]:
-    """One for each seed, by m."""
-    found: dict[int, dict[int, float]] = {}
+def of_lab(title: str, rows: list[Record], group_norm: str) -> Panel:
+    """The first record of a seed counts."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
     for row in rows:
-        if row["method"] == method and inference in row["accuracy"]:
-            found.setdefault(row["statistics_batch"], {}).setdefault(row["seed"], row["accuracy"][inference])
-    return {m: list(by_seed.values()) for m, by_seed in sorted(found.items())}
+        method = row["method"]
+        if method in LAB_METHODS and (LAB_METHODS[method] != "group" or method == group_norm):
+            key = LAB_METHODS[method], 0 if method == group_norm else row["statistics_batch"]
+            found.setdefault(key, {}).setdefault(row["seed"], row["accuracy"]["population"])
+    return Panel(title, {key: list(by_seed.values()) for key, by_seed in found.items()})
 
 
-def panel(axes: Axes, theme: Theme, data: Data, rows: list[Record], inference: str) -> None:
-    plain(axes, theme)
-    sizes = sorted({m for method in METHODS for m in scores(rows, method, inference)})
-    for number, method in enumerate(METHODS):
-        found = scores(rows, method, inference)
-        means = {m: statistics.mean(values) for m, values in found.items()}
-        errors = {m: statistics.stdev(values) for m, values in found.items()}
-        inside = [m for m in means if means[m] >= data.lowest]
-        axes.errorbar(
-            [m * 2 ** (0.06 * (number - 1)) for m in inside],  # side by side where they meet
-            [means[m] for m in inside],
-            [errors[m] for m in inside],
-            color=theme.of(method),
-            marker=MARKS[method],
-            linestyle="-" if len(found) > 2 else "none",  # two sizes say nothing about those between
-            linewidth=1.8,
-            elinewidth=1.2,
-            markersize=7,
-        )
-        for m in set(means) - set(inside):
-            words = f"↓ {means[m]:.1f}"
-            axes.text(m, data.lowest, words, color=theme.of(method), ha="center", va="bottom", fontweight="bold")
-    group_norm = [value for values in scores(rows, data.group_norm, inference).values() for value in values]
-    if group_norm:  # its statistics are those of one image, in every inference
-        level = statistics.mean(group_norm)
-        axes.axhline(level, color=theme.quiet, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.text(sizes[-1] * 1.3, level, "group norm", color=theme.quiet, ha="right", va="bottom", fontsize=9.5)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(sizes, [str(m) for m in sizes])
-    axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
-    axes.set_ylim(bottom=data.lowest)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+def panels(rows: list[Record] | None = None, read: Callable[[str], list[Record]] = records) -> list[Panel]:
+    cells = chosen.cells(rows)
+    found = [of_trials(cell, rows) for cell in cells]
+    if "cifar10" not in cells:
+        own = [row for name in LAB_FILES["cifar10"] for row in read(name)]
+        found.append(of_lab("CIFAR Inception on CIFAR-10, 8 epochs", own, "GN warmed up"))
+    own = [row for name in LAB_FILES["digits"] for row in read(name)]
+    found.append(of_lab("digits-net on digits, 15 epochs", own, "GN"))
+    return [panel for panel in found if panel.sizes]
 
 
-def draw(theme: Theme) -> Figure:
-    tall = 1.2 + 2.75 * len(DATA)  # inches
-    figure = canvas(theme, 12, tall)
-    for line, data in enumerate(DATA):
-        rows = [row for file in data.files for row in records(file)]
-        bottom = tall - 0.95 - 2.75 * (line + 1) + 0.55
-        panels = []
-        for column, inference in enumerate(INFERENCES):
-            axes = figure.add_axes((0.065 + 0.315 * column, bottom / tall, 0.285, 2.15 / tall))
-            panel(axes, theme, data, rows, inference)
-            panels.append(axes)
-            if line == 0:
-                axes.set_title(f"{inference} inference", fontsize=13, fontweight="bold", pad=10)
-            if line == len(DATA) - 1:
-                axes.set_xlabel("m, the examples that share their statistics")
-        highest = max(axes.get_ylim()[1] for axes in panels)
-        for axes in panels:
-            axes.set_ylim(data.lowest, highest)
-        for axes in panels[1:]:
-            axes.tick_params(labelleft=False)
-        panels[0].set_ylabel(f"{data.name}: accuracy, %", fontweight="bold")
-    for number, method in enumerate(METHODS):
-        place, height = 0.09 + 0.16 * number, 1 - 0.3 / tall
-        figure.text(place, height, NAMES[method], color=theme.of(method), fontweight="bold", va="center")
-        figure.add_artist(Line2D([place - 0.012], [height], marker=MARKS[method], color=theme.of(method), markersize=7))
-    told = "mean ± standard deviation over seeds"
-    figure.text(0.95, height, told, color=theme.quiet, ha="right", va="center", fontsize=10)
+def missing(rows: list[Record] | None = None) -> dict[str, tuple[int, int]]:
+    """By cell: how many of the runs of the round `sizes` have no record, and how many there are."""
+    return chosen.missing("sizes", rows)
+
+
+def lowest(panel: Panel) -> float:
+    """Where a panel begins: outliers are written at its bottom."""
+    means = [statistics.fmean(own) for own in panel.scores.values()]
+    return min(ranges.without_outliers(means), default=0.0)
+
+
+def series(panel: Panel, names: list[str], looks: Mapping[str, int]) -> list[Series]:
+    """One for each method. Two sizes say nothing about those between, so each of them is a line of its own."""
+    made = []
+    for name in LABELS:
+        own = {m: scores for (method, m), scores in panel.scores.items() if method == name}
+        if 0 in own:
+            own = dict.fromkeys(panel.sizes, own[0])
+        kept = {m: scores for m, scores in sorted(own.items()) if statistics.fmean(scores) >= lowest(panel)}
+        parts = [kept] if len(own) > 2 else [{m: scores} for m, scores in kept.items()]
+        for part in parts:
+            if part:
+                made.append(
+                    Series(
+                        LABELS[name],
+                        looks[name],
+                        [float(names.index(str(m))) for m in part],
+                        [statistics.fmean(scores) for scores in part.values()],
+                        [statistics.stdev(scores) if len(scores) > 1 else None for scores in part.values()],
+                        [len(scores) for scores in part.values()],
+                    )
+                )
+    return made
+
+
+def looks_of(found: list[Panel]) -> dict[str, int]:
+    """Of every method that has a record."""
+    shown = [name for name in LABELS if any(method == name for panel in found for method, _ in panel.scores)]
+    return dict(zip(shown, palette.colours([LAB[name] for name in shown]), strict=True))
+
+
+def chart(found: list[Panel]) -> Curves:
+    names = [str(m) for m in sorted({m for panel in found for m in panel.sizes})]
+    looks = looks_of(found)
+    lines = [Lines(panel.title, series(panel, names, looks)) for panel in found]
+    words = "m, the examples that share their statistics"
+    return Curves(lines, words, "test accuracy, %", names, bounds=(0.0, 100.0), aside=True)
+
+
+def draw(theme: Theme, rows: list[Record] | None = None) -> Figure:
+    found = panels(rows)
+    curves = chart(found)
+    with matplotlib.rc_context({**plotting.STYLE, "svg.fonttype": "path"}):
+        figure, axes = plotting.drawing(curves, "")
+        for ax, panel, lines in zip(axes, found, curves.panels, strict=True):
+            own_range(ax, Curves([lines], curves.x, curves.y, curves.names, bounds=curves.bounds, aside=True))
+            told_below(ax, panel, curves, looks_of(found))
+    place_legend(figure)
+    if theme != LIGHT:
+        recolour(figure, theme)
     return figure
+
+
+def own_range(ax: Axes, curves: Curves) -> None:
+    """The y axis of this panel alone. The lab's charts share one, because they show one data set."""
+    axis = curves.up["whole"]
+    ax.set_ylim(axis.low, axis.high)
+    ax.set_yticks([y for y, _ in axis.ticks], [words for _, words in axis.ticks])
+
+
+def told_below(ax: Axes, panel: Panel, curves: Curves, looks: Mapping[str, int]) -> None:
+    """The means of points that are below the panel."""
+    at: dict[int, int] = {}
+    for (name, size), scores in sorted(panel.scores.items(), key=lambda item: statistics.fmean(item[1])):
+        if statistics.fmean(scores) < lowest(panel):
+            m = size or panel.sizes[-1]
+            words = f"↓ {statistics.fmean(scores):.1f}" + ("" if size else f", {LABELS[name]}")
+            shift = 0, 3 + 10 * at.get(m, 0)
+            at[m] = at.get(m, 0) + 1
+            place = curves.names.index(str(m)), ax.get_ylim()[0]
+            colour = palette.shade(looks[name])
+            side = "center" if size else "right"
+            ax.annotate(words, place, shift, textcoords="offset points", color=colour, ha=side, fontsize=8)
+
+
+def place_legend(figure: Figure) -> None:
+    """Below the panels, in as many lines as it needs."""
+    legend = figure.legends[0]
+    handles, labels = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
+    legend.remove()
+    columns = 4
+    extra = 0.2 * (-(-len(labels) // columns) - 1)  # inches
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + extra)
+    for ax in figure.axes:
+        box = ax.get_position()
+        grown = (box.y0 * height + extra) / (height + extra), box.height * height / (height + extra)
+        ax.set_position((box.x0, grown[0], box.width, grown[1]))
+    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def recolour(figure: Figure, theme: Theme) -> None:
+    """The colours of the lab's dark scheme, and those of the theme for words and lines of axes."""
+    dark = dict(zip(palette.LIGHT, palette.DARK, strict=True))
+
+    def turned(colour: Any) -> tuple[str, float] | None:
+        """The same series in the dark scheme. None: no colour of a series."""
+        if isinstance(colour, np.ndarray):  # a row for each line of a collection, which has one colour here
+            colour = tuple(colour[0]) if len(colour) else "none"
+        *rgb, alpha = to_rgba(colour)
+        return (dark[to_hex(rgb)], alpha) if to_hex(rgb) in dark else None
+
+    for artist in figure.findobj():
+        for name in ("color", "markerfacecolor", "markeredgecolor", "edgecolor"):
+            get, put = getattr(artist, f"get_{name}", None), getattr(artist, f"set_{name}", None)
+            if get is None or put is None:
+                continue
+            new = turned(get())
+            if new is not None:
+                put(new)
+            elif isinstance(artist, Text):
+                put(theme.text)
+    for ax in figure.axes:
+        ax.tick_params(colors=theme.quiet)
+        for spine in ax.spines.values():
+            spine.set_color(theme.grid)
+        for line in ax.get_ygridlines():
+            line.set_color(theme.grid)

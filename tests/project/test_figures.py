@@ -12,6 +12,8 @@ import torch
 
 from kalmannorm.lab import models
 from kalmannorm.lab.recipes.methods import normalized
+from support.evidence_rows import record
+from trials.evidence import EVIDENCE, methods
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
@@ -88,16 +90,62 @@ def test_the_script_draws_into_a_folder(draw, tmp_path):
     assert len(list(tmp_path.glob("*.svg"))) == 4
 
 
-@pytest.mark.parametrize(("sizes", "line"), [((1, 2), "None"), ((1, 2, 4), "-")])
-def test_accuracy_takes_records_of_other_sizes(draw, sizes, line):
-    """Two sizes say nothing about those between, so there is no line. Three give one."""
+@pytest.fixture
+def accuracy(draw):
+    return sys.modules["accuracy"]
+
+
+def test_accuracy_draws_a_panel_for_every_cell_with_records(accuracy):
+    """The score of the chosen setting on test images. CIFAR-10 of the lab gives way to that of the trials."""
+    before = [panel.title for panel in accuracy.panels([])]
+    assert before == ["CIFAR Inception on CIFAR-10, 8 epochs", "digits-net on digits, 15 epochs"]
+    runs = [run for run in EVIDENCE["sizes"] if run.cell in ("cifar10", "cifar10-resnet32")]
+    rows = [record("sizes", run) for run in runs]
+    found = accuracy.panels(rows)
+    titles = [panel.title for panel in found]
+    assert titles == [
+        "CIFAR Inception on CIFAR-10, 15 epochs", "ResNet-32 on CIFAR-10, 15 epochs", "digits-net on digits, 15 epochs"
+    ]  # fmt: skip
+    assert found[0].sizes == [1, 2, 4, 8, 32, 128]
+    run = next(run for run in runs if run.form == methods(4)["BKN"])
+    assert found[0].scores["BKN", 4] == [row["tested"]["population"] for row in rows if row["key"] == run.key]
+    assert len(found[0].scores["group", 0]) == 1
+    curves = accuracy.chart(found)
+    (bkn,) = (series for series in curves.panels[0].series if series.label == "BKN")
+    assert [curves.names[int(x)] for x in bkn.x] == ["1", "2", "4", "8", "32", "128"]
+    assert bkn.y[2] == found[0].scores["BKN", 4][0]
+    assert accuracy.missing(rows) == {"tiny100": (45, 45), "cifar100": (45, 45)}
+    assert accuracy.missing(rows[1:])["cifar10"] == (1, 45)
+
+
+def test_accuracy_shows_the_best_setting_on_held_out_images(accuracy):
+    runs = [run for run in EVIDENCE["sizes"] + EVIDENCE["rates"] if run.form == methods(2)["BKN"]]
+    own = [run for run in runs if run.cell == "cifar10"]
+    assert len(own) == 3, "three learning rates"
     rows = [
-        {"method": "BKN weights", "statistics_batch": m, "seed": seed, "accuracy": {"population": 90.0 + m + seed}}
-        for m in sizes
-        for seed in (0, 1)
+        record("rates", run, held_out={"population": 80.0 + n % 2}, tested={"population": 70.0 + n})
+        for n, run in enumerate(own)
     ]
-    accuracy, look = sys.modules["accuracy"], sys.modules["look"]
-    axes = look.canvas(look.LIGHT, 4, 3).add_axes((0, 0, 1, 1))
-    accuracy.panel(axes, look.LIGHT, accuracy.Data("new", (), 80, "GN"), rows, "population")
-    shown = {curve.get_linestyle(): list(curve.get_ydata()) for curve in axes.lines if len(curve.get_ydata())}
-    assert shown[line] == [90.5 + m for m in sizes]
+    assert accuracy.of_trials("cifar10", rows).scores == {("BKN", 2): [71.0]}
+    rows[1]["loss"] = None
+    assert accuracy.of_trials("cifar10", rows).scores == {("BKN", 2): [70.0]}, "a diverged run is not chosen"
+
+
+def test_two_sizes_are_no_line_and_three_are(accuracy):
+    for sizes, lines in (((1, 2), 2), ((1, 2, 4), 1)):
+        panel = accuracy.Panel("", {("BKN", m): [90.0 + m, 91.0 + m] for m in sizes})
+        (own,) = accuracy.chart([panel]).panels
+        assert len(own.series) == lines
+        assert [y for series in own.series for y in series.y] == [90.5 + m for m in sizes]
+
+
+def test_outliers_are_told_and_themes_differ(accuracy, monkeypatch):
+    look = sys.modules["look"]
+    scores = {("BKN", m): [90.0 + m / 10] for m in (1, 2, 4, 8)} | {("groups", m): [89.0] for m in (2, 4, 8)}
+    panel = accuracy.Panel("", {**scores, ("groups", 1): [20.0]})
+    monkeypatch.setattr(accuracy, "panels", lambda rows: [panel])
+    figure = accuracy.draw(look.LIGHT)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["↓ 20.0"] and axes.get_ylim()[0] > 80
+    colours = [{line.get_color() for line in drawn.axes[0].lines} for drawn in (figure, accuracy.draw(look.DARK))]
+    assert len(colours[0]) == 2 and not colours[0] & colours[1]

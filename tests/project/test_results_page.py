@@ -6,6 +6,7 @@ import copy
 import re
 
 import pytest
+import results_evidence
 import results_lab
 import results_page
 import results_trials
@@ -13,6 +14,9 @@ import results_words
 from measured import ROOT
 from results_words import Difference, difference, paragraph, said, signed, spread
 from scipy import stats
+
+from support.evidence_rows import accuracy, record, records
+from trials.evidence import EVIDENCE, methods
 
 PAGE = results_page.DOCUMENT.read_text(encoding="utf-8")
 
@@ -33,7 +37,7 @@ def test_no_result_is_by_hand():
 @pytest.mark.parametrize("block", results_page.BLOCKS)
 def test_every_table_names_its_seeds_and_its_origin(block):
     text = results_page.BLOCKS[block]()
-    if block in ("in short", "the paper", "not run", "when to use what"):
+    if block in ("in short", "the paper", "not run", "when to use what") or "No run has a record yet" in text:
         return
     assert (
         re.search(r"torch \d", text)
@@ -130,7 +134,142 @@ def test_references_differ_in_the_idea_alone():
 
 def test_what_was_run_is_not_listed_as_not_run(monkeypatch):
     monkeypatch.setattr(results_page, "NOT_RUN", [("Run.", lambda: True), ("Not run.", lambda: False)])
-    assert results_page.not_run() == "- Not run.\n"
+    monkeypatch.setattr(results_evidence, "missing", lambda: ["A round."])
+    assert results_page.not_run() == "- Not run.\n- A round.\n"
+
+
+@pytest.fixture
+def with_records(monkeypatch):
+    """The page as if these records were there too."""
+
+    def use(rows):
+        monkeypatch.setattr(results_evidence, "rows", lambda: tuple(rows))
+
+    return use
+
+
+def table_of(text, start):
+    """The cells of the first table whose first line starts so, by the words of a line."""
+    lines = iter(text.splitlines())
+    heading = next(line for line in lines if line.startswith(start))
+    next(lines)
+    found = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found[tuple(cells)] = cells
+    return [cell.strip() for cell in heading.strip("|").split("|")], list(found.values())
+
+
+@pytest.mark.parametrize("block", ["against m", "table 3", "settings", "ablations", "not run"])
+def test_every_section_of_evidence_is_written_from_all_records(block, with_records):
+    with_records(records())
+    text = results_page.BLOCKS[block]()
+    assert ("No run has a record" not in text and "made up" in text) or block == "not run"
+    if block != "not run":
+        test_every_table_names_its_seeds_and_its_origin(block)
+    else:
+        assert "round `" not in text and "Failed" not in text
+    with_records([])
+    empty = results_page.BLOCKS[block]()
+    assert empty.count("of 180 runs") == 1 if block == "not run" else empty.startswith("No run has a record yet")
+
+
+def test_accuracy_against_m_has_the_chosen_setting_on_test_images(with_records):
+    rows = records("sizes", "rates", "seeds")
+    with_records(rows)
+    headings, lines = table_of(results_evidence.against_m(), "| inference | CIFAR-10,")
+    assert headings[2:] == [f"m = {m}" for m in (128, 32, 8, 4, 2, 1)]
+    ways = {(line[0], line[1]): line[2:] for line in lines}
+    run = next(run for run in EVIDENCE["sizes"] if run.cell == "cifar10" and run.form == methods(4)["BKN"])
+    assert ways["population", "BKN"][3] == f"{accuracy(run) - 1:.1f} (1)"
+    assert ways["population", "BKN"][4].endswith("(3)"), "three seeds at m = 2"
+    best = max(("population", "recalibrated", "example"), key=lambda mode: accuracy(run, mode))
+    assert ways["chosen", "BKN"][3] == f"{accuracy(run, best) - 1:.1f} (1), {best}"
+    assert ways["population", "group norm"][1:] == [""] * 5, "it has no m"
+    for row in rows:
+        if row["form"]["kind"] == "kalman" and row["form"]["m"] == 4:
+            row["loss"] = None
+    with_records(rows)
+    _, lines = table_of(results_evidence.against_m(), "| inference | CIFAR-10,")
+    assert next(line for line in lines if line[1] == "BKN")[5] == "diverged"
+
+
+def test_the_best_method_is_named_with_those_that_cannot_be_told_from_it(with_records):
+    run = next(run for run in EVIDENCE["sizes"] if run.cell == "cifar10" and run.form == methods(2)["BKN"])
+    other = next(run for run in EVIDENCE["sizes"] if run.cell == "cifar10" and run.form == methods(2)["renorm"])
+    for off, told in ((0.5, "Within two standard errors of it: batch renorm"), (3.0, "No other is within two")):
+        with_records(
+            [
+                record("sizes", each, held_out={"population": score}, tested={"population": score})
+                for each, score in ((run, 90.0), (other, 90.0 - off))
+            ]
+        )
+        assert told in results_evidence.against_m().replace("\n  ", " ")
+
+
+def test_ablations_are_compared_with_the_row_of_their_name(with_records):
+    rows = [row for row in records("ablations") if row["seed"] == 0]
+    for row in rows:
+        row["tested"]["population"] = 80.0 + 2 * (row["form"]["transition"] == "learned") + 3 * row["form"]["fixed"]
+    with_records(rows)
+    text = results_evidence.ablations()
+    _, lines = table_of(text, "| CIFAR-10, m = 2")
+    differences = {line[0]: line[-1] for line in lines}
+    assert differences["BKN, gain fixed at 0.5"] == differences["BKN learned, gain fixed at 0.9"] == "+3.0"
+    assert differences["BKN"] == differences["BKN learned"] == ""
+    headings, lines = table_of(text, "| `example`")
+    assert headings[1:] == ["k = 1", "k = 2", "k = 4", "k = 8", "k = 32", "population"] and len(lines) == 3
+
+
+def test_steps_are_counted_to_the_best_of_batch_norm_at_the_setting(with_records):
+    rows = records("settings")
+    for row in rows:
+        kind = row["form"]["kind"]
+        top = {"ghost": 60.0, "kalman": 80.0, "renorm": 50.0}[kind]
+        row["reached"] = [[step, top * step / 1000] for step in range(50, 1001, 50)]
+    with_records(rows)
+    _, lines = table_of(results_evidence.settings(), "| setting")
+    steps = {(line[0], line[2]): line[-1] for line in lines}
+    assert steps["(256, 32)", "batch norm"] == "1,000 of 1,000"
+    assert steps["(8, 2)", "BKN"] == "750 of 1,000" and steps["(16, 4)", "batch renorm"] == "not reached"
+    assert len(lines) == 36
+
+
+def test_what_is_missing_is_counted_by_cell_and_failed_runs_are_named(with_records):
+    rows = records()
+    lost = next(row for row in rows if row["round"] == "sizes" and row["cell"] == "tiny100")
+    kept = [row for row in rows if row is not lost]
+    failed = {"round": "sizes", "key": lost["key"], "failed": "RuntimeError: out of memory"}
+    with_records([*kept, failed])
+    assert results_evidence.missing() == [
+        "Accuracy against m (round `sizes`): 1 of 180 runs (ResNet-18 on 100 classes of Tiny-ImageNet 1 of 45).",
+        f"Failed: `sizes: {lost['key']}`.",
+    ]
+    with_records([*rows, failed])
+    assert results_evidence.missing() == [], "it was run again"
+
+
+def test_evidence_does_not_change_the_tables_of_the_trials(monkeypatch):
+    real = results_trials.table.records()
+    before = results_trials.chosen_table()
+    monkeypatch.setattr(results_trials.table, "records", lambda: [*real, *records()])
+    results_trials.all_scores.cache_clear()
+    try:
+        assert results_trials.chosen_table() == before
+    finally:
+        monkeypatch.undo()
+        results_trials.all_scores.cache_clear()
+
+
+def test_the_error_of_sigma_is_that_of_the_picture():
+    """It has the same layers, and the same root mean square."""
+    own = [row for row in results_evidence.sigma_rows() if (row["method"], row["statistics_batch"]) == ("BN", "2")]
+    squares = [float(row["rms"]) ** 2 for row in own if row["layer"] != "1"]
+    assert len(squares) == 4
+    expected = 100 * (sum(squares) / 4) ** 0.5
+    assert results_evidence.sigma_of("BN", 2, "rms") == pytest.approx(expected)
 
 
 def test_a_new_cell_needs_a_name(monkeypatch):

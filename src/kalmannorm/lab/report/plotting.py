@@ -22,7 +22,7 @@ from kalmannorm.lab.report.axes import Axis
 from kalmannorm.lab.report.charts import Bars, Chart, Curves, Heatmap, Scatter
 
 _QUIET, _WHISKER = "#8a929c", "#535457"
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -34,6 +34,7 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "kalmannorm",
     "svg.fonttype": "none",
 }
+"""The look, for `matplotlib.rc_context` around `drawing`."""
 _MARKERS = {"circle": "o", "square": "s", "triangle": "^", "diamond": "D"}
 _LETTER = 0.075
 
@@ -66,7 +67,7 @@ class _Room:
 
 def images(chart: Chart, title: str) -> dict[str, bytes]:
     """The chart as PNG and SVG."""
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a letter that the font does not have becomes a box
         canvas, _ = drawing(chart, title)
         # savefig would draw twice per format.

@@ -1,0 +1,341 @@
+"""The tables of docs/results.md from the rounds of trials/evidence.py, and what of them has no record yet."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from measured import ABSENT, ROOT, markdown
+from results_words import Row, Scores, bullets, difference, mean, origin, paragraph, said, spread, standard_error
+
+sys.path.append(str(ROOT))
+from results_trials import NAMES, SHORT, origin_of
+
+from kalmannorm.lab.experiments.catalogue import experiment
+from trials import chosen, table
+from trials.cells import CELLS
+from trials.chosen import LABELS, Point
+from trials.evidence import ABLATIONS, EVIDENCE, LONG, PAPER, RACED, SINGLE, TABLE3, VIRTUAL, WIDE, methods
+from trials.forms import Form
+from trials.table import Score
+
+SIGMA = "docs/figures/records/sigma.csv"
+QUESTIONS = {
+    "sizes": "accuracy against m",
+    "rates": "three learning rates for every method at m = 2 and 1",
+    "seeds": "two more seeds at m = 2 and 1",
+    "ablations": "ablations",
+    "settings": "the paper's ImageNet settings on Tiny-ImageNet",
+    "table3": "the paper's CIFAR table, 30 epochs and 3 seeds",
+}
+MODES = ("population", "batch", "example", "recalibrated")
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    return tuple(chosen.evidence())
+
+
+def round_rows(name: str) -> list[Row]:
+    return [row for row in rows() if row["round"] == name and "failed" not in row]
+
+
+def any_score(cell: str = "", kind: str = "", m: int = 0) -> bool:
+    """Whether a run of these rounds has this cell, kind of norm and m."""
+    found = (row for row in rows() if "failed" not in row)
+    return any(
+        cell in row["cell"] and kind in ("", row["form"]["kind"]) and m in (0, row["form"]["m"]) for row in found
+    )
+
+
+def not_yet(*names: str) -> str:
+    """The sentence for a section without records."""
+    told = " and ".join(f"`python -m trials --round {name}`" for name in names)
+    return paragraph(f"No run has a record yet. To run them: {told}.")
+
+
+def missing() -> list[str]:
+    """What these rounds lack, one line each."""
+    lines = []
+    for name, question in QUESTIONS.items():
+        found = chosen.missing(name, rows())
+        count, total = (sum(pair[part] for pair in found.values()) for part in (0, 1))
+        if count:
+            cells = ", ".join(f"{NAMES[cell]} {some} of {all_}" for cell, (some, all_) in found.items())
+            whole = f"{question[0].upper()}{question[1:]} (round `{name}`): {count} of {len(EVIDENCE[name])} runs"
+            lines.append(f"{whole}{'' if total == count == len(EVIDENCE[name]) else f' ({cells})'}.")
+    return [*lines, *(f"Failed: `{key}`." for key in chosen.failed(rows()))]
+
+
+# Accuracy against m
+
+
+def against_m() -> str:
+    cells = chosen.cells(rows())
+    return "\n".join(_against_m(cell) for cell in cells) if cells else not_yet("sizes")
+
+
+def _against_m(cell: str) -> str:
+    found = chosen.points(cell, rows())
+    sizes = sorted({m for name, m in found if name not in SINGLE}, reverse=True)
+    lines = []
+    for way in ("population", "chosen"):
+        for name, label in LABELS.items():
+            own = [found.get((name, 1 if name in SINGLE else m), ABSENT) for m in sizes]
+            if name in SINGLE:
+                own = own[:1] * len(sizes[:1]) + [""] * (len(sizes) - 1)  # it has no m
+            if any(isinstance(each, Point) for each in own):
+                lines.append([way, label, *(_shown(each, way) for each in own)])
+    used = [point for point in found.values() if point is not None]
+    records = [row for point in used for row in point.score.rows.values()]
+    images = table.TEST[CELLS[cell].images]
+    rates = sorted({point.score.setting.rate for point in used})
+    text = paragraph(
+        f"{NAMES[cell]}, {CELLS[cell].epochs} epochs of nine tenths of the training images, scored on {images:,} test "
+        f"images. Weight decay {_list(sorted({point.score.setting.decay for point in used}))}, learning rate "
+        f"{_list(rates)}: each method has the best setting on held-out images of those that it was run with."
+    )
+    headings = ["inference", f"{SHORT[cell]}, test accuracy, % (n)", *(f"m = {m}" for m in sizes)]
+    text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(records, [cell]) + "\n"
+    return text + bullets(_best(found, m, images) for m in sizes)
+
+
+def _shown(point: Point | None | str, way: str) -> str:
+    if point is None:
+        return "diverged"
+    if isinstance(point, str):
+        return point
+    mode = point.way if way == "chosen" else way
+    by_seed = point.tested(mode)
+    return f"{spread(by_seed)} ({len(by_seed)})" + (f", {mode}" if way == "chosen" else "")
+
+
+def _list(values: Iterable[float]) -> str:
+    return " or ".join(f"{value:g}" for value in values)
+
+
+def _best(found: dict[tuple[str, int], Point | None], m: int, images: int) -> str:
+    """The best method at m, and those that cannot be told from it."""
+    own = {name: point for (name, size), point in found.items() if point is not None and (size == m or name in SINGLE)}
+    scores = {name: mean(point.tested(point.way)) for name, point in own.items()}
+    first = max(scores, key=scores.__getitem__)
+    near = [
+        LABELS[name]
+        for name in scores
+        if name != first
+        and scores[first] - scores[name]
+        <= 2 * (standard_error(scores[first], images) ** 2 + standard_error(scores[name], images) ** 2) ** 0.5
+    ]
+    told = (
+        f" Within two standard errors of it: {', '.join(near)}." if near else " No other is within two standard errors."
+    )
+    most = f"{LABELS[first]} has the most: {scores[first]:.1f} %"
+    return f"At m = {m}, in the way of inference that was chosen, {most}. {told}."
+
+
+# Ablations
+
+
+def scores_of(name: str) -> dict[Form, Score]:
+    """The runs of a round, by form. They have one setting each."""
+    return {score.setting.form: score for score in table.scores(round_rows(name))}
+
+
+def ablations() -> str:
+    found = scores_of("ablations")
+    if not found:
+        return not_yet("ablations")
+    lines, widths = [], []
+    for label, form in ABLATIONS.items():
+        score = found.get(form)
+        if score is None or score.diverged:
+            lines.append([label, ABSENT if score is None else "diverged", *[""] * (len(MODES) + 1)])
+            continue
+        base = found.get(ABLATIONS[label.split(", ")[0]])
+        cells = [_spread(score.accuracies(mode, "tested")) for mode in MODES]
+        own = score.accuracies("population", "tested")
+        against = (
+            "" if base is None or base is score else difference(own, base.accuracies("population", "tested")).shown()
+        )
+        lines.append([label, str(len(own)), *cells, against])
+        if form in (methods(2)["BKN"], methods(2)["BKN learned"], methods(2)["groups"]):
+            sizes = sorted((2, *VIRTUAL))
+            modes = ["example" if size == 2 else f"example {size}" for size in sizes]
+            widths.append([label, *(_spread(score.accuracies(mode, "tested")) for mode in modes), cells[0]])
+    records = [row for score in found.values() for row in score.rows.values()]
+    headings = ["CIFAR-10, m = 2, test accuracy, %", "n", *MODES, "population, difference to the first row of its name"]
+    text = "\n".join(markdown(headings, lines, 1)) + "\n\n"
+    if widths:
+        text += paragraph(
+            "`example` inference gives an image the weight 1/k in a virtual group of k, and k is m unless it is set:"
+        )
+        shown = [f"k = {size}" for size in sorted((2, *VIRTUAL))]
+        text += "\n" + "\n".join(markdown(["`example`, test accuracy, %", *shown, "population"], widths, 1)) + "\n\n"
+    return text + origin_of(records, ["cifar10"])
+
+
+def _spread(by_seed: Scores) -> str:
+    return spread(by_seed) if by_seed else ABSENT
+
+
+# The paper's ImageNet settings
+
+
+def settings() -> str:
+    found = {(score.setting.batch, score.setting.form.m, _name(score)): score for score in _raced()}
+    if not found:
+        return not_yet("settings")
+    lines = []
+    for batch, m in PAPER:
+        base = found.get((batch, m, "groups"))
+        target = None if base is None else _highest(base)
+        for name in RACED:
+            score = found.get((batch, m, name))
+            if score is None:
+                continue
+            cells = [_spread(score.accuracies(mode, "tested")) for mode in ("population", "batch", "example")]
+            steps = _reached(score, target)
+            lines.append(
+                [f"({batch}, {m})", str(score.setting.epochs), LABELS[name], str(len(score.rows)), *cells, steps]
+            )
+    records = [row for score in found.values() for row in score.rows.values()]
+    headings = ["setting", "epochs", "test accuracy, %", "n", "population", "batch", "example"]
+    headings += ["steps to the best accuracy of batch norm there"]
+    return "\n".join(markdown(headings, lines, 3)) + "\n\n" + origin_of(records, ["tiny100-inception"])
+
+
+def _raced() -> list[Score]:
+    return table.scores(round_rows("settings"))
+
+
+def _name(score: Score) -> str:
+    form = score.setting.form
+    plain = Form(**{**vars(form), "momentum": None})
+    return next(name for name in RACED if methods(form.m)[name] == plain)
+
+
+def _curve(score: Score) -> list[tuple[int, float]]:
+    row = score.rows[min(score.rows)]
+    return [(int(step), float(accuracy)) for step, accuracy in row.get("reached", [])]
+
+
+def _highest(score: Score) -> float | None:
+    return max((accuracy for _, accuracy in _curve(score)), default=None)
+
+
+def _reached(score: Score, target: float | None) -> str:
+    if target is None or not _curve(score):
+        return ABSENT
+    step = next((step for step, accuracy in _curve(score) if accuracy >= target), None)
+    return "not reached" if step is None else f"{step:,} of {_curve(score)[-1][0]:,}"
+
+
+# Table 3
+
+
+def table3() -> str:
+    if not round_rows("table3"):
+        return not_yet("table3")
+    return "\n".join(text for data in ("cifar10", "cifar100") if (text := _table3(data)))
+
+
+PAPERS = {
+    ("batch norm (128, 128)", ""): "bn-128x128",
+    ("batch norm (128, 2)", ""): "bn-128x2",
+    ("BKN learned (128, 2)", ""): "bkn-learned-128x2",
+    ("batch norm (128, 128)", "-wide"): "bn-wide-128x128",
+    ("batch norm (128, 2)", "-wide"): "bn-wide-128x2",
+}
+
+
+def _table3(data: str) -> str:
+    scores = {(score.setting.cell, score.setting.form): score for score in table.scores(round_rows("table3"))}
+    lines, records = [], []
+    for wide in ("", "-wide"):
+        for label in TABLE3 if not wide else WIDE:
+            score = scores.get((data + wide, TABLE3[label]))
+            if score is None:
+                continue
+            records += list(score.rows.values())
+            by_mode = {mode: score.accuracies(mode) for mode in MODES}
+            gap = difference(by_mode["batch"], by_mode["population"]).shown() if by_mode["batch"] else ""
+            paper = experiment("cifar").paper(PAPERS.get((label, wide), ""), "population", "inception", data)
+            shown = label + (", wide" if wide else "")
+            lines.append(
+                [
+                    shown,
+                    str(len(by_mode["population"])),
+                    *(_spread(by_mode[mode]) for mode in MODES),
+                    gap,
+                    ABSENT if paper is None else f"{paper:.1f}",
+                ]
+            )
+    if not lines:
+        return ""
+    headings = [f"{SHORT[data]}, test accuracy, %", "n", *MODES, "batch − population", "the paper, moving statistics"]
+    text = paragraph(
+        f"{NAMES[data]}, {LONG} epochs on all training images, scored on {table.TEST[data]:,} test images."
+    )
+    cells = list(dict.fromkeys(row["cell"] for row in records))
+    return text + "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin_of(records, cells)
+
+
+# The error of σ
+
+
+def sigma_rows() -> list[dict[str, str]]:
+    with Path(ROOT, SIGMA).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def sigma_of(method: str, m: int, figure: str) -> float:
+    """In %: root mean square over the layers that have a prior. The average of layers, for the signed bias."""
+    own = [
+        float(row[figure])
+        for row in sigma_rows()
+        if (row["method"], int(row["statistics_batch"])) == (method, m) and int(row["layer"]) > 1
+    ]
+    if figure == "bias":
+        return 100 * statistics.fmean(own)
+    return 100 * statistics.fmean(value**2 for value in own) ** 0.5
+
+
+def sigma() -> str:
+    """The error of σ against that of a large batch."""
+    found = sigma_rows()
+    sizes = sorted({int(row["statistics_batch"]) for row in found}, reverse=True)
+    names = {"BN": "batch norm", "BKN learned": "BKN learned", "BKN weights": "BKN"}
+    words = {"rms": "error", "bias": "mean error", "spread": "spread over groups"}
+    lines = [
+        [what, label, *(f"{sigma_of(method, m, figure):.1f}".replace("-", "−") for m in sizes)]
+        for figure, what in words.items()
+        for method, label in names.items()
+    ]
+    first = found[0]
+    text = (
+        "\n".join(markdown([f"of σ, in %, n = {first['seeds']}", "method", *(f"m = {m}" for m in sizes)], lines, 2))
+        + "\n\n"
+    )
+    text += origin([{**first}], SIGMA) + "\n"
+    two = {name: sigma_of(name, 2, "rms") for name in names}
+    spreads = {name: sigma_of(name, 2, "spread") for name in names}
+    return text + bullets(
+        [
+            said(
+                f"At m = 2 the σ of BKN is off by {two['BKN weights']:.0f} %, that of batch norm by {two['BN']:.0f} %. "
+                "At every m the error of BKN is the larger one. It is a bias: the prior is too small.",
+                all(sigma_of("BKN weights", m, "rms") > sigma_of("BN", m, "rms") for m in sizes),
+                sigma_of("BKN weights", 2, "bias") < -0.8 * two["BKN weights"],
+            ),
+            said(
+                f"From group to group σ varies by {spreads['BN']:.0f} % with batch norm and by "
+                f"{spreads['BKN weights']:.0f} % with BKN, at m = 2. A factor that is the same in all groups can be "
+                "undone by γ, and one that varies cannot.",
+                spreads["BKN weights"] < 0.6 * spreads["BN"],
+            ),
+        ]
+    )

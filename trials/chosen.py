@@ -1,0 +1,118 @@
+"""What the rounds of evidence.py show, and what of them is missing.
+
+For every method and m, the setting that was best on held-out images is chosen, and its score on the test images is
+shown. The rounds `sizes`, `rates` and `seeds` give the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trials import table
+from trials.evidence import CELLS_BY_SIZE, EVIDENCE, SINGLE, methods
+from trials.forms import Form
+from trials.table import Row, Score
+
+BY_SIZE = ("sizes", "rates", "seeds")
+LABELS = {
+    "groups": "batch norm",
+    "groups, closing phase": "batch norm, closing phase",
+    "BKN learned": "BKN learned",
+    "BKN": "BKN",
+    "BKN, closing phase": "BKN, closing phase",
+    "renorm": "batch renorm",
+    "moving": "Moving Average Batch Norm",
+    "online": "Online Normalization",
+    "group": "group norm",
+    "standardized": "group norm with standardized weights",
+}
+"""The methods, in the order of tables and of the picture."""
+LAB = {
+    "groups": "bn",
+    "groups, closing phase": "bn",
+    "BKN learned": "bkn-learned",
+    "BKN": "bkn",
+    "BKN, closing phase": "bkn",
+    "renorm": "brn",
+    "moving": "mabn",
+    "online": "on",
+    "group": "gn",
+    "standardized": "gn-ws",
+}
+"""Their names in the lab, by which a picture gives them their looks."""
+ALONE = ("population", "recalibrated", "example")
+"""Ways of inference in which the result for an image does not depend on other test images."""
+
+
+def evidence(rows: Iterable[Row] | None = None) -> list[Row]:
+    """The records of these rounds, those of failed runs included."""
+    return [row for row in (table.records() if rows is None else rows) if row["round"] in EVIDENCE]
+
+
+def form_of(name: str, m: int) -> Form:
+    return SINGLE[name] if name in SINGLE else methods(m)[name]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method at m in a cell: the chosen setting."""
+
+    name: str
+    m: int
+    score: Score
+    tried: int
+    """The number of settings that it was chosen from."""
+
+    def tested(self, mode: str = "population") -> dict[int, float]:
+        """Accuracies on test images in %, by seed."""
+        return self.score.accuracies(mode, "tested")
+
+    @property
+    def way(self) -> str:
+        """The best way of inference on held-out images, of those that need no other test images."""
+        held = {mode: self.score.accuracies(mode) for mode in ALONE}
+        known = {mode: next(iter(found.values())) for mode, found in held.items() if found}
+        return max(known, key=known.__getitem__)
+
+
+def points(cell: str, rows: Iterable[Row] | None = None) -> dict[tuple[str, int], Point | None]:
+    """By method and m. None: all of its runs diverged. What was not run is missing.
+
+    A method without groups of examples is there once, with m = 1.
+    """
+    mine = table.scores(row for row in evidence(rows) if row.get("cell") == cell and row["round"] in BY_SIZE)
+    found: dict[tuple[str, int], Point | None] = {}
+    sizes = sorted({score.setting.form.m for score in mine})
+    for name in LABELS:
+        for m in [1] if name in SINGLE else sizes:
+            own = [score for score in mine if score.setting.form == form_of(name, m)]
+            best = table.best(own)
+            if own:
+                found[name, m] = None if best is None else Point(name, m, best, len(own))
+    return found
+
+
+def cells(rows: Iterable[Row] | None = None) -> list[str]:
+    """The cells of accuracy against m that have a record."""
+    found = {row.get("cell") for row in evidence(rows) if row["round"] in BY_SIZE}
+    return [cell for cell in CELLS_BY_SIZE if cell in found]
+
+
+def missing(name: str, rows: Iterable[Row] | None = None) -> dict[str, tuple[int, int]]:
+    """Of a round, by cell: the number of runs without a record, and of all runs. Complete cells are left out."""
+    done = {row["key"] for row in evidence(rows) if row["round"] == name and "failed" not in row}
+    runs = EVIDENCE[name]
+    counts = {
+        cell: [run.key not in done for run in runs if run.cell == cell]
+        for cell in dict.fromkeys(run.cell for run in runs)
+    }
+    return {cell: (sum(own), len(own)) for cell, own in counts.items() if any(own)}
+
+
+def failed(rows: Iterable[Row] | None = None) -> list[str]:
+    """Keys of runs that failed and have no other record."""
+    found = evidence(rows)
+    done = {(row["round"], row["key"]) for row in found if "failed" not in row}
+    bad = [(row["round"], row["key"]) for row in found if "failed" in row]
+    return [f"{name}: {key}" for name, key in dict.fromkeys(bad) if (name, key) not in done]
