@@ -292,7 +292,7 @@ def paper() -> str:
                 not at_64.above,
                 at_128 < 0,
             ),
-            "*BKN needs fewer steps* was not measured here.",
+            evidence.fewer_steps(),
         ]
     )
 

@@ -9,7 +9,8 @@
 Records are appended to `trials/records/ROUND.jsonl` (or to files in the folder `--records`) when runs end, so an
 interrupted round can be continued. `--budget` is the most seconds. When they are over, running trainings are saved in
 `trials/unfinished`, and so are they every two minutes. The same command on the same machine goes on with them. A run
-that fails gets a record with its error, and is tried again by the next call.
+that fails gets a record with its error, and is tried again at the end of the next call. Runs whose packs are not there
+are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from trials.cells import BATCH, CELLS, Cell, Data, load, made_up
+from trials.cells import BATCH, CELLS, Cell, Data, absent, load, made_up
 from trials.evidence import QUEUE
 from trials.rounds import ROUNDS
 from trials.training import Run, Training, train
@@ -77,14 +78,16 @@ def main() -> None:
 def left(
     runs: Iterable[tuple[str, Run]], cells: Iterable[str] | None, match: str, records: Path
 ) -> list[tuple[str, Run]]:
-    """Those without a record, of these cells, whose key matches."""
+    """Those without a record, of these cells, whose key matches. Those that failed before come last."""
     runs = list(runs)
-    done = set()
+    done, failed = set(), set()
     for name in dict.fromkeys(name for name, _ in runs):
         for path in {records / f"{name}.jsonl", HERE / "records" / f"{name}.jsonl"}:
-            done |= {(name, row["key"]) for row in _read(path) if "failed" not in row}
+            for row in _read(path):
+                (failed if "failed" in row else done).add((name, row["key"]))
     mine = [(name, run) for name, run in runs if cells is None or run.cell in cells]
-    return [(name, run) for name, run in mine if (name, run.key) not in done and re.search(match, run.key)]
+    found = [(name, run) for name, run in mine if (name, run.key) not in done and re.search(match, run.key)]
+    return sorted(found, key=lambda each: (each[0], each[1].key) in failed)
 
 
 def small(run: Run) -> Run:
@@ -119,6 +122,10 @@ class Queue:
 
     def work(self, waiting: list[tuple[str, Run]]) -> None:
         print(f"{len(waiting)} runs to do", flush=True)
+        packs = {run: absent(CELLS[run.cell], self.arguments.packs, test=run.test or run.both) for _, run in waiting}
+        for name in sorted({pack for found in packs.values() for pack in found}):
+            print(f"no pack {name}: {sum(name in found for found in packs.values())} runs are skipped", flush=True)
+        waiting = [(name, run) for name, run in waiting if not packs[run]]
         while waiting:
             batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])][: self.arguments.together]
             waiting = [each for each in waiting if each not in batch]
@@ -141,11 +148,15 @@ class Queue:
             except (RuntimeError, ValueError, TypeError) as error:  # the others can still run
                 self._write(name, {"key": run.key, "failed": f"{type(error).__name__}: {error}"[:500]}, batch)
         ready = time.perf_counter() - begun
-        seconds = train(
-            [training for _, training in trainings],
-            self.arguments.budget - (time.perf_counter() - self.start),
-            self._save,
-        )
+        remaining = self.arguments.budget - (time.perf_counter() - self.start)
+        try:
+            seconds = train([training for _, training in trainings], remaining, self._save)
+        except RuntimeError as error:  # after an error of CUDA nothing else can run in this process
+            for name, training in trainings:
+                words = f"beside {len(trainings) - 1} others: {type(error).__name__}: {error}"[:500]
+                self._write(name, {"key": training.run.key, "failed": words}, batch)
+                self._place(training.run).unlink(missing_ok=True)
+            raise
         for name, training in trainings:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)

@@ -107,9 +107,18 @@ def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False, 
 
     `test`: all training images, and the test images to score. `both`: the held-out images and the test images.
     """
+    missing = absent(cell, folder, test=test or both)
+    if missing:
+        raise FileNotFoundError(f"no pack {missing[0]} in {folder}: make it with trials/pack.py")
     images, labels = _images(cell.packs, folder, cell.size)
     tested = _images((f"{cell.images}-test",), folder, cell.size) if test or both else None
     return split(images, labels, None if tested is None else _shuffled(*tested), test=test, device=device)
+
+
+def absent(cell: Cell, folder: Path, *, test: bool) -> list[str]:
+    """Packs of this cell that are not in the folder."""
+    names = [*cell.packs, *([f"{cell.images}-test"] if test else [])]
+    return [name for name in names if not (folder / f"{name}.npz").is_file()]
 
 
 def split(
@@ -153,9 +162,6 @@ def _shuffled(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _images(packs: tuple[str, ...], folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    missing = [name for name in packs if not (folder / f"{name}.npz").is_file()]
-    if missing:
-        raise FileNotFoundError(f"no pack {missing[0]} in {folder}: make it with trials/pack.py")
     parts = [_read(folder / f"{name}.npz", size) for name in packs]
     images = torch.from_numpy(np.concatenate([part[0] for part in parts])).permute(0, 3, 1, 2).contiguous()
     return images, torch.from_numpy(np.concatenate([part[1] for part in parts]).astype(np.int64))

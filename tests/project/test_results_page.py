@@ -235,6 +235,10 @@ def test_steps_are_counted_to_the_best_of_batch_norm_at_the_setting(with_records
     assert steps["(256, 32)", "batch norm"] == "1,000 of 1,000"
     assert steps["(8, 2)", "BKN"] == "750 of 1,000" and steps["(16, 4)", "batch renorm"] == "not reached"
     assert len(lines) == 36
+    claim = results_evidence.fewer_steps()
+    assert "batch norm 1,000 of 1,000, BKN learned 750 of 1,000, BKN 750 of 1,000" in claim
+    with_records([row for row in rows if row["form"]["kind"] != "ghost"])
+    assert results_evidence.fewer_steps() == "*BKN needs fewer steps* was not measured here."
 
 
 def test_what_is_missing_is_counted_by_cell_and_failed_runs_are_named(with_records):

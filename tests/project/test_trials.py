@@ -271,6 +271,7 @@ def queue(tmp_path, monkeypatch, runs, **options):
     images = (torch.randint(0, 100, (120, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
     monkeypatch.setitem(CELLS, "cifar10", Cell("cifar10", "cifar10", net, 8, 1, 3))
     tested = images[:20], labels[:20]
+    monkeypatch.setattr(command, "absent", lambda cell, *_, test: [] if cell.images == "cifar10" else ["tiny100-a"])
     monkeypatch.setattr(command, "load", lambda *_, test, both: split(images, labels, tested, test=test, device="cpu"))
     usual = {"budget": math.inf, "together": 2, "records": tmp_path, "unfinished": tmp_path / "unfinished"}
     arguments = argparse.Namespace(packs=tmp_path, commit="abc", **{**usual, **options})
@@ -295,6 +296,23 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
     assert rows[0]["tested"].keys() == rows[0]["held_out"].keys() and rows[0]["batch"] == 12
     assert not list((tmp_path / "unfinished").glob("*.pt"))
     assert len(queue(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
+
+
+def test_the_queue_skips_runs_without_packs_and_tries_failed_ones_last(tmp_path, monkeypatch, capsys):
+    good, bad = Form(kind="ghost", m=2), Form(kind="kalman", m=2)
+    runs = [("smoke", Run(cell, form, both=True, batch=12)) for cell in ("tiny100", "cifar10") for form in (bad, good)]
+    (tmp_path / "smoke.jsonl").write_text(json.dumps({"key": runs[2][1].key, "failed": "once"}) + "\n")
+    assert [run.form for _, run in command.left(runs, ["cifar10"], "", tmp_path)] == [good, bad]
+
+    def broken(self):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Training, "step", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        queue(tmp_path, monkeypatch, runs)
+    assert "no pack tiny100-a: 2 runs are skipped" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
+    assert [row["failed"] for row in rows[1:]] == ["beside 1 others: RuntimeError: out of memory"] * 2
 
 
 def test_the_queue_has_every_run_of_the_evidence_once():
