@@ -107,7 +107,7 @@ def _against_m(cell: str) -> str:
     if cell == "cifar10-resnet32":
         told = ", ".join(f"{name} {error:.1f} %" for name, error in AUTHORS.items())
         lines_below.append(
-            "The code of the paper's authors reports these errors of this network at (128, 2), after a longer schedule: "
+            "[The authors' code](errata.md) reports these errors of this network at (128, 2), after a longer schedule: "
             f"{told}. Its BKN has a constant gain and no learned matrix."
         )
     return text + bullets(lines_below)
@@ -226,8 +226,8 @@ def fewer_steps() -> str:
     steps = {name: _reached(found[name], target) for name in ("groups", "BKN learned", "BKN")}
     return (
         "*BKN needs fewer steps* (the paper: 100,000 instead of 170,000 at (256, 32)). On the stand-in the best "
-        f"accuracy of batch norm on held-out images is {target:.1f} %. Steps to it: batch norm {steps['groups']}, BKN learned "
-        f"{steps['BKN learned']}, BKN {steps['BKN']} (one seed, 20 evaluations)."
+        f"accuracy of batch norm on held-out images is {target:.1f} %. Steps to it: batch norm {steps['groups']}, "
+        f"BKN learned {steps['BKN learned']}, BKN {steps['BKN']} (one seed, 20 evaluations)."
     )
 
 
