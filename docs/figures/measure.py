@@ -1,6 +1,6 @@
 """Measures what the README and the site show, and writes it to `records/`; `draw.py` draws it.
 
-    python docs/figures/measure.py             digits, about 4 minutes on two CPU cores
+    python docs/figures/measure.py             digits, at most 10 minutes on two CPU cores
     python docs/figures/measure.py sizes       digits by statistics batch, about 15 minutes on two CPU cores
     python docs/figures/measure.py cifar10     on a GPU, after `kalmannorm data fetch cifar10`
 
