@@ -90,7 +90,8 @@ def _against_m(cell: str) -> str:
             own = [found.get((name, 1 if name in SINGLE else m), ABSENT) for m in sizes]
             if name in SINGLE:
                 own = own[:1] * len(sizes[:1]) + [""] * (len(sizes) - 1)  # it has no m
-            if any(isinstance(each, Point) for each in own):
+            chosen_of = [each for each in own if isinstance(each, Point)]
+            if any(way == "population" or len(each.ways) > 1 for each in chosen_of):
                 lines.append([way, label, *(_shown(each, way) for each in own)])
     used = [point for point in found.values() if point is not None]
     records = [row for point in used for row in point.score.rows.values()]
@@ -139,9 +140,7 @@ def _best(found: dict[tuple[str, int], Point | None], m: int, images: int) -> st
         and scores[first] - scores[name]
         <= 2 * (standard_error(scores[first], images) ** 2 + standard_error(scores[name], images) ** 2) ** 0.5
     ]
-    told = (
-        f" Within two standard errors of it: {', '.join(near)}." if near else " No other is within two standard errors."
-    )
+    told = f"Within two standard errors of it: {'; '.join(near)}" if near else "No other is within two standard errors"
     most = f"{LABELS[first]} has the most: {scores[first]:.1f} %"
     return f"At m = {m}, in the way of inference that was chosen, {most}. {told}."
 

@@ -69,10 +69,15 @@ class Point:
         return self.score.accuracies(mode, "tested")
 
     @property
-    def way(self) -> str:
-        """The best way of inference on held-out images, of those that need no other test images."""
+    def ways(self) -> dict[str, float]:
+        """The ways of inference that need no other test images, with the accuracy of one seed on held-out images."""
         held = {mode: self.score.accuracies(mode) for mode in ALONE}
-        known = {mode: next(iter(found.values())) for mode, found in held.items() if found}
+        return {mode: next(iter(found.values())) for mode, found in held.items() if found}
+
+    @property
+    def way(self) -> str:
+        """The best of them."""
+        known = self.ways
         return max(known, key=known.__getitem__)
 
 
