@@ -130,8 +130,8 @@ ABLATIONS: dict[str, Form] = {
     "BKN learned, r for each channel": dataclasses.replace(LEARNED, noise="channel"),
     "BKN learned, no gradient through the prior": dataclasses.replace(LEARNED, blind=True),
     "BKN learned, no total variance": dataclasses.replace(LEARNED, total=False),
-    "groups": methods(2)["groups"],
-    "groups, no total variance": dataclasses.replace(methods(2)["groups"], total=False),
+    "batch norm": methods(2)["groups"],
+    "batch norm, no total variance": dataclasses.replace(methods(2)["groups"], total=False),
 }
 VIRTUAL = (1, 4, 8, 32)
 """Sizes of the virtual group in `example` inference. m = 2 is the size of training."""
