@@ -144,8 +144,9 @@ def digits_table() -> str:
     shown = [spread(scores(read(BY_SIZE), method, 1, "population")) for method in ("BN", "BKN weights")]
     text += "\n" + paragraph(
         f"For batch norm and BKN at m = 1 alone: `{REPEAT}`. Its {len(one)} runs take about "
-        f"{sum(row['seconds'] for row in one) / 2:.0f} seconds on two CPU cores. On the CPU of the record it gives "
-        f"{shown[0]} and {shown[1]} % in `population` inference. Other CPUs round differently."
+        f"{sum(row['seconds'] for row in one) / 2:.0f} seconds on two CPU cores. The first record has "
+        f"{shown[0]} and {shown[1]} % for these seeds in `population` inference. Another CPU or another version rounds "
+        "differently, which changes single runs."
     )
     assert {row["epochs"] for row in rows} == {15.0}
     return text + "\n" + bullets(_digits_sentences(sizes))
