@@ -9,7 +9,7 @@ differentiates the naive reference, so gradients of gradients are right but slow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,10 @@ class _Node(torch.autograd.Function):
         return None, *differentiate(ctx, *grads)
 
 
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Node).apply
+"""`_Node.apply` without its checks for `torch.func`. The callers of `run` have made them."""
+
+
 class _Formula:
     """y of the op from all its tensors and its moments."""
 
@@ -200,12 +204,12 @@ def run(*inputs: Any, region: Any = None) -> tuple[Tensor, Tensor, Tensor, Tenso
         results = batch_kalman_norm(*inputs)
         return results
     if region is None or not torch.is_grad_enabled():
-        results = _Node.apply((None, ()), *inputs)  # type: ignore[no-untyped-call]
+        results = _apply((None, ()), *inputs)  # type: ignore[assignment]
         return results
     given = Inputs(*inputs)
     formula = _Formula(given.statistics_batch_size, given.eps, given.relu)
     planned = plan_of(formula, 10, given.residual, region)
-    results = _Node.apply(planned or (None, ()), *inputs)  # type: ignore[no-untyped-call]
+    results = _apply(planned or (None, ()), *inputs)  # type: ignore[assignment]
     y, needed = results[0], needs_output(given)
     if planned is not None and y.requires_grad:
         plan, rest = planned

@@ -7,7 +7,6 @@ over groups, and one more if the gain is a single number. Gradients have the sha
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -142,11 +141,9 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
     launches = backward_launches(shape, how, x.device, row_strides, eps, relu, y is not None, bias_rows > 0, arrived)
     dx = torch.empty_like(x)
     d_residual = None if y is None else torch.empty_like(x)
-    rooms = [
-        room_for(weight, rows),
-        room_of((bias_rows, shape.C), torch.float32, rows) if bias_rows else NO_ROOM,
-        *(room_for(parameter, rows) for parameter in (prior_mean, prior_var, gain)),
-    ]
+    rooms = rooms_for((weight, prior_mean, prior_var, gain), rows)
+    bias_shape = bias_rows, shape.C
+    rooms.insert(1, room_of(bias_shape, bias_rows * shape.C, torch.float32, rows) if bias_rows else NO_ROOM)
     rows_of_groups = *moments, *grad_posterior, *grad_observation, *[room.rows for room in rooms]
     if how.splits == 0:
         launches[0](grad_y, x, y, dx, d_residual, *parameters, *rows_of_groups)
@@ -221,18 +218,22 @@ class Room(NamedTuple):
 NO_ROOM = Room(None, None, False)
 
 
-def room_for(parameter: Tensor | None, like: Tensor) -> Room:
-    """The room of a parameter. `like` has rows (G, C) in float32."""
-    return NO_ROOM if parameter is None else room_of(parameter.shape, parameter.dtype, like)
+def rooms_for(parameters: Sequence[Tensor | None], like: Tensor) -> list[Room]:
+    """The rooms of these parameters. `like` has rows (G, C) in float32."""
+    return [
+        NO_ROOM if parameter is None else room_of(parameter.shape, parameter.numel(), parameter.dtype, like)
+        for parameter in parameters
+    ]
 
 
-def room_of(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Room:
-    values = math.prod(shape)
-    if values == like.numel():
+def room_of(shape: tuple[int, ...], values: int, dtype: torch.dtype, like: Tensor) -> Room:
+    """The room of a parameter with this shape and so many values."""
+    groups, channels = like.shape
+    if values == groups * channels:
         rows = torch.empty_like(like, dtype=dtype)
         return Room(rows, rows if shape == like.shape else rows.view(shape), False)
-    result = None if values < like.shape[1] else torch.empty(shape, device=like.device, dtype=dtype)
-    return Room(torch.empty_like(like), result, values == like.shape[1])
+    result = None if values < channels else torch.empty(shape, device=like.device, dtype=dtype)
+    return Room(torch.empty_like(like), result, values == channels)
 
 
 def sum_over_groups(rooms: Sequence[Room]) -> None:
@@ -276,18 +277,17 @@ class RowStrides(NamedTuple):
 
 def laid_out(*parameters: Tensor | None) -> tuple[list[Tensor | None], RowStrides]:
     """γ, β, the prior's moments and the gain with contiguous rows, and their strides."""
-    laid: list[Tensor | None] = []
+    laid = list(parameters)
     row_strides: list[int | None] = []
-    for rows in parameters:
-        step: int | None = None
-        if rows is not None:
+    for place, rows in enumerate(parameters):
+        if rows is None:
+            row_strides += (None,)
+            continue
+        strides = rows.stride()
+        if strides and strides[-1] != 1:
+            laid[place] = rows = rows.contiguous()
             strides = rows.stride()
-            if len(strides) != 2 or strides[1] != 1:
-                rows = rows.contiguous()
-                strides = rows.stride()
-            step = strides[0] if len(strides) == 2 and rows.shape[0] > 1 else 0
-        laid.append(rows)
-        row_strides.append(step)
+        row_strides += (strides[0] if strides[1:] and rows.shape[0] > 1 else 0,)
     if (gain := laid[-1]) is not None:  # a gain (G, C) has equal rows, so the first is enough
         row_strides[-1] = 1 if gain.numel() > 1 else 0
     return laid, RowStrides(*row_strides)

@@ -15,7 +15,7 @@ from kalmannorm._ops.grid import blocks_of, power, processors_of
 from kalmannorm._ops.normalize import triton_settled as kernels
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs, SettledResults
 from kalmannorm._ops.normalize.tiling import Launch, Shape, observing, shape_of
-from kalmannorm._ops.normalize.triton_run import RowStrides, laid_out, pair, partial_sums, room_for, tile_of
+from kalmannorm._ops.normalize.triton_run import RowStrides, laid_out, pair, partial_sums, rooms_for, tile_of
 from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options, ready
 
 
@@ -83,7 +83,7 @@ def backward(given: SettledGrads) -> list[Tensor]:
     launch = backward_launch(shape, how, x.device, row_strides, given.relu, y is not None, arrived)
     dx, d_residual = torch.empty_like(x), None if y is None else torch.empty_like(x)
     partial = partial_sums(shape, how, x.device)
-    rooms = [room_for(parameter, given.observed_mean) for parameter in filtered]
+    rooms = rooms_for(filtered, given.observed_mean)
     launch(
         given.grad_y, x, y, dx, d_residual, partial, *parameters, given.centre, given.rho, given.averages.contiguous(),
         given.observed_mean, given.observed_var, *at_posterior, *at_observation, *[room.rows for room in rooms],
