@@ -25,7 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from kalmannorm import convert, fuse
 from kalmannorm._ops import dispatch, plain, triton_building, triton_launching
-from kalmannorm._ops.normalize import registered, triton_rows, triton_run
+from kalmannorm._ops.normalize import registered, triton_learned, triton_rows, triton_run
+from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.triton_building import Wanted, build, jobs_of, missing, workers_for
 from kalmannorm._running import first_step, prior_bundles
@@ -58,6 +59,7 @@ def _gpu(monkeypatch, tmp_path):
     driver.set_active(StandIn())
     monkeypatch.setattr(triton_launching, "launch_options", lambda device: OPTIONS)
     monkeypatch.setattr(triton_run, "launch_options", lambda device: OPTIONS)
+    monkeypatch.setattr(triton_predict, "launch_options", lambda device: OPTIONS)
     forget()
     yield
     driver._active = before
@@ -78,12 +80,12 @@ class Block(nn.Module):
         return (y + self.down(x)).relu()
 
 
-def net(fused=False, head=False):
+def net(fused=False, head=False, transition="weights"):
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), Block()]
     if head:
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10), nn.BatchNorm1d(10)]
-    model = convert(nn.Sequential(*layers), torch.randn(2, 3, 16, 16), statistics_batch_size=2)
+    model = convert(nn.Sequential(*layers), torch.randn(2, 3, 16, 16), statistics_batch_size=2, transition=transition)
     return fuse(model, torch.randn(2, 3, 16, 16)) if fused else model
 
 
@@ -92,12 +94,14 @@ def use_kernels(monkeypatch):
     monkeypatch.setattr(prior_bundles, "runner", lambda *_: triton_bundle)
     monkeypatch.setattr(first_step, "runner", lambda *_: triton_bundle)
     monkeypatch.setattr(first_step, "row_kernels_for", lambda *_: triton_rows.TritonRows)
+    monkeypatch.setattr(first_step, "learned_kernels_for", lambda *_, **__: triton_learned.TritonLearned)
 
 
 def predicted(model, x):
     """The launches of a step, from the input of the first norm."""
     relay = next(each.wire.relay for each in model.modules() if getattr(each, "wire", None) is not None)
-    bundles = prior_bundles.PriorBundles.of(relay.plan, None)
+    make = prior_bundles.PriorBundles.of_learned if relay.learned else prior_bundles.PriorBundles.of
+    bundles = make(relay.plan, None)
     context = Context(x.device, torch.float32, {}, x.shape[0])
     bundles.update(context)
     return first_step.launches_of_step(bundles, model, bundles.calls[0].identity, x, context)
@@ -125,8 +129,9 @@ def named(launches):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
 @pytest.mark.parametrize(("batch", "size"), [(2, 16), (6, 40)], ids=["example", "larger"])
-def test_the_kernels_of_a_step_are_predicted(batch, size, last, fused, head, monkeypatch):
-    model = net(fused, head)
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+def test_the_kernels_of_a_step_are_predicted(transition, batch, size, last, fused, head, monkeypatch):
+    model = net(fused, head, transition)
     use_kernels(monkeypatch)
     layout = torch.channels_last if last else torch.contiguous_format
     model, x = model.to(memory_format=layout), torch.randn(batch, 3, size, size).contiguous(memory_format=layout)

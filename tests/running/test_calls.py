@@ -55,9 +55,9 @@ def calls_of(work):
     return found
 
 
-def resnet50(x):
+def resnet50(x, transition="weights", **options):
     model = torchvision.models.resnet50(num_classes=10).to(memory_format=torch.channels_last)
-    return convert(model, x, statistics_batch_size=2)
+    return convert(model, x, statistics_batch_size=2, transition=transition, **options)
 
 
 def steps(model, x, count=1):
@@ -75,6 +75,20 @@ def test_calls_of_a_step_of_resnet50(monkeypatch):
         steps(model, x, 3)
     assert len(taken) == 3 * NORMS
     assert sum(calls_of(lambda: steps(model, x)).values()) <= 110 * NORMS
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")
+@pytest.mark.parametrize(("rank", "most"), [(None, 140), (4, 160)], ids=["dense", "low rank"])
+def test_calls_of_a_step_with_learned_transitions(rank, most, monkeypatch):
+    """As above. It was 581 per norm on the long way. A low rank needs a product of matrices for each norm."""
+    x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    model = resnet50(x, "learned", rank=rank)
+    with monkeypatch.context() as patch:
+        taken = count_short(patch)
+        steps(model, x, 3)
+    assert len(taken) == 3 * NORMS
+    found = calls_of(lambda: steps(model, x))
+    assert sum(found.values()) <= most * NORMS, sum(found.values()) / NORMS
 
 
 @pytest.mark.filterwarnings("ignore:kalmannorm")

@@ -410,9 +410,12 @@ class BatchKalmanNorm(GroupedNorm):
         previous: Moments | None = self.wire.previous(call, x)
         return previous
 
-    def takes_short_way(self) -> bool:
-        """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`)."""
-        diagonal = self.covariance == "diagonal" and self.transition is None
+    def takes_short_way(self, predicts: bool = False) -> bool:
+        """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`).
+
+        `predicts`: it also computes its prior from a posterior, with a learned transition.
+        """
+        diagonal = self.covariance == "diagonal" and (self.transition is not None) == predicts
         alone = self.gain_logit is not None or not self._unused()
         return diagonal and alone and self.training and not self.frozen and not self.closes
 

@@ -21,6 +21,7 @@ from kalmannorm.moments import Moments, closed
 from kalmannorm.moments.core import full_precision
 
 TRANSITIONS = ("learned", "identity", "weights")
+_STEPS = {"forward", "dense", "shared_noise", "predict_with_gain"}
 
 
 class LearnedTransition(nn.Module):
@@ -83,6 +84,27 @@ class LearnedTransition(nn.Module):
     def shared_noise(self) -> nn.Parameter:
         """The parameter r of this transition, or of the one that lends it."""
         return self._lender[0].shared_noise() if self._lender else self.noise
+
+    def tensors(self) -> tuple[Tensor, Tensor] | None:
+        """A and r, for code that computes the prior without a call of this module.
+
+        None if a call must be seen, because of hooks, of a parametrization or of methods that are not this class's.
+        """
+        own: dict[str, Any] = self.__dict__  # attributes of a module are slow to read
+        if type(self) is not LearnedTransition or not _STEPS.isdisjoint(own):
+            return None
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return None
+        owner = self
+        while owner._lender:
+            owner = owner._lender[0]
+        noise = owner._parameters.get("noise")
+        if self.rank is None:
+            matrix: Tensor | None = self._parameters.get("matrix")
+        else:
+            with full_precision(self.left.device):
+                matrix = self.dense()
+        return None if matrix is None or noise is None else (matrix, noise)
 
     def dense(self) -> Tensor:
         """A as a matrix, (C, P)."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kalmannorm._groups import group_size
+from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.normalize import aten, aten_settled, native
+from kalmannorm._ops.normalize.aten_learned import AtenLearned
 from kalmannorm._ops.normalize.aten_rows import AtenRows
+from kalmannorm._ops.normalize.native_learned import NativeLearned
 from kalmannorm._ops.normalize.native_rows import NativeRows
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.track import aten_many
@@ -64,6 +66,24 @@ def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
     return TritonRows
 
 
+def learned_kernels_for(x: Tensor, statistics_batch_size: int, inputs: int) -> type | None:
+    """As `row_kernels_for`, for a norm with a learned transition from `inputs` channels."""
+    kernels = kernels_for(x, statistics_batch_size)
+    if kernels is native:
+        return NativeLearned
+    if kernels is aten:
+        return AtenLearned if x.device.type == "cpu" else None
+    from kalmannorm._ops.normalize.triton_learned import TritonLearned
+
+    groups = group_count(x.shape[0], group_size(x.shape[0], statistics_batch_size))
+    return TritonLearned if _predictable(groups * inputs, x.shape[1]) else None
+
+
+def _predictable(moments: int, outputs: int) -> bool:
+    """Whether `triton_predict` can do it. Its offsets of partial gradients have 32 bits."""
+    return 2 * moments * outputs < 2**31
+
+
 def tracking_together_for(moments: Tensor) -> ModuleType | None:
     """A module with `Together`, which updates the statistics of many norms from one tensor of moments, or None."""
     if _read_by_kernels(moments):
@@ -89,8 +109,8 @@ def _tracking() -> ModuleType:
 def predicting_for(*tensors: Tensor) -> ModuleType | None:
     """`triton_predict`, or None if it cannot read all these tensors. It is not a registered op."""
     mean, _, matrix, noise, _ = tensors
-    # The kernels support only one noise for all channels. Their offsets of partial gradients have 32 bits.
-    if not _read_by_kernels(*tensors) or noise.numel() > 1 or 2 * mean.numel() * matrix.shape[0] >= 2**31:
+    # The kernels support only one noise for all channels.
+    if not _read_by_kernels(*tensors) or noise.numel() > 1 or not _predictable(mean.numel(), matrix.shape[0]):
         return None
     from kalmannorm._ops.predict import triton_predict
 

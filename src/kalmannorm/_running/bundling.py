@@ -32,13 +32,15 @@ Until then DDP cannot exchange the gradients of its parameters."""
 class Call(NamedTuple):
     """One call of a norm: its number, the step of its prior or None if it has none, and the norm.
 
-    `shape` is that of its input in the example.
+    `shape` is that of its input in the example. `predicts`: the norm computes its prior from a posterior. Then the
+    bundle has only its γ, β and gain.
     """
 
     identity: int
     target: int | None
     norm: WeakModule
     shape: tuple[int, ...] = ()
+    predicts: bool = False
 
 
 class Source(NamedTuple):
@@ -112,7 +114,7 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
     for number, chunk in enumerate(chunks):
         here = {i: work for i, work in works.items() if owner.get(i, number) == number}
         builder = _Builder(program, here, measure, sizes)
-        gained = [call for call in chunk if (call.target is None) == (_gain_of(call) is None)]
+        gained = [call for call in chunk if (call.target is None and not call.predicts) == (_gain_of(call) is None)]
         if gained or wanted[number]:
             parts.append(builder.part(gained, list(wanted[number])))
     return parts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.dispatch import on_device_of, row_kernels_for
+from kalmannorm._ops.dispatch import learned_kernels_for, on_device_of, row_kernels_for
 from kalmannorm._ops.propagate.rows import spread
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.layouts import Layout
@@ -55,7 +55,7 @@ def launches_of_step(
     for part in bundles.parts:
         found += _of_bundle(part, context)
     for part in bundles.parts:
-        found += _of_norms(part, shapes, fused, x, context)
+        found += _of_norms(part, shapes, fused, x, context, bundles.learned)
     return found
 
 
@@ -109,13 +109,18 @@ class _Unallocated:
 
 
 def _of_norms(
-    part: Part, shapes: dict[int, tuple[int, ...]], fused: dict[int, tuple[bool, bool]], x: Tensor, context: Context
+    part: Part,
+    shapes: dict[int, tuple[int, ...]],
+    fused: dict[int, tuple[bool, bool]],
+    x: Tensor,
+    context: Context,
+    learned: bool,
 ) -> Iterator[Wanted]:
     from kalmannorm._ops.triton_building import Wanted
 
     groups, bundle = groups_in(part, context), part.bundle
     rows = spread(bundle, torch.empty((5, bundle.channels), device="meta"), groups)
-    layout = Layout(groups, bundle.widths)
+    layout = Layout(groups, bundle.widths, learned)
     moments = torch.empty(layout.total, device="meta")
     last = x.dim() in FORMATS and not x.is_contiguous()
     tracked: dict[Any, list[tuple[int, int]]] = {}
@@ -127,25 +132,17 @@ def _of_norms(
         layout_of_x = FORMATS.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
         like = torch.empty(shape, dtype=x.dtype, device="meta", memory_format=layout_of_x)
         residual, relu = fused.get(id(norm), (False, False))
-        kind: Any = row_kernels_for(x, norm.statistics_batch_size or 0)
+        options: dict[str, Any] = {}
+        if learned:
+            options["inputs"] = 0 if norm.transition is None else norm.prior_features
+        kind: Any = (learned_kernels_for if learned else row_kernels_for)(x, norm.statistics_batch_size or 0, **options)
         if kind is None:
             continue
         kernels = kind(
             _Unallocated(like, x.device), norm.statistics_batch_size or 0, norm.eps,
-            residual=residual, relu=relu, pitch=bundle.channels,
+            residual=residual, relu=relu, pitch=bundle.channels, **options,
         )  # fmt: skip
-        start, d_rows = layout.starts[index], torch.empty(rows[index].shape, device="meta")
-        kept = like if kernels.keeps_output else None
-        for launches, arguments in (
-            (
-                kernels.forward_launches,
-                kernels.forward_arguments(like, like, rows[index], like if residual else None, moments, start),
-            ),
-            (
-                kernels.backward_launches,
-                kernels.backward_arguments(like, like, kept, like, d_rows, kept, rows[index], moments, start),
-            ),
-        ):
+        for launches, arguments in kernels.launches_of_step(like, rows[index], moments, layout.starts[index]):
             for launch, given in zip(launches, arguments, strict=True):
                 yield Wanted.of(launch, given)
         if norm.track_running_stats:

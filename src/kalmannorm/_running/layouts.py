@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 
 class Layout:
-    """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on."""
+    """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on.
 
-    def __init__(self, groups: Sequence[int], channels: Sequence[int]) -> None:
+    With `prior` the moments of the prior follow, two times (G, C).
+    """
+
+    def __init__(self, groups: Sequence[int], channels: Sequence[int], prior: bool = False) -> None:
         self.groups, self.starts, self.total = groups, list[int](), 0
         for size, count in zip(groups, channels, strict=True):
             self.starts.append(self.total)
-            self.total += 4 * size * count  # a multiple of 16 bytes
+            values = (6 if prior else 4) * size * count
+            self.total += -(-values // 4) * 4  # a multiple of 16 bytes

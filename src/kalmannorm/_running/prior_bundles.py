@@ -82,8 +82,8 @@ class _Cached(NamedTuple):
 class PriorBundles:
     """The bundles of one model, or of a part that is called by itself."""
 
-    def __init__(self, program: Program, calls: Sequence[Call]) -> None:
-        self.program, self.calls = program, calls
+    def __init__(self, program: Program, calls: Sequence[Call], learned: bool = False) -> None:
+        self.program, self.calls, self.learned = program, calls, learned
         self.parts: list[Part] = []
         self.of_step: dict[int, int] = {}
         self.of_call: dict[int, int] = {}
@@ -104,6 +104,18 @@ class PriorBundles:
             if inside is None or id(norm.module.module()) in inside
         ]
         return cls(plan.program, sorted(calls, key=lambda call: call.identity))
+
+    @classmethod
+    def of_learned(cls, plan: Plan, part: nn.Module | None) -> PriorBundles:
+        """As `of`, for learned transitions: γ, β and gains of the norms that run once. They compute their priors."""
+        inside = None if part is None else {id(module) for module in part.modules()}
+        calls = [
+            Call(norm.calls[0].identity, None, norm.module, norm.calls[0].shape, norm.calls[0].target is not None)
+            for norm in plan.norms.values()
+            if len(norm.calls) == 1
+            if inside is None or id(norm.module.module()) in inside
+        ]
+        return cls(plan.program, sorted(calls, key=lambda call: call.identity), learned=True)
 
     def fill(self, call: int, target: int | None, context: Context, results: Results) -> None:
         """Compute the bundle that this call needs, if possible."""
@@ -270,7 +282,9 @@ def _probe(tensors: list[Tensor]) -> Tensor:
 
 def runner(bundle: Bundle, context: Context, tensors: list[Tensor]) -> ModuleType:
     """The module that runs the bundle: Triton kernels or C kernels if possible, else PyTorch operations."""
-    if context.device.type == "cpu" and native_bundle.applies(bundle, context.dtype, tensors):
+    # Without layers nothing is gained in C. Gains of learned transitions then have the bits of the long way.
+    works = any(stage.layers or stage.elementwise for stage in bundle.stages)
+    if works and context.device.type == "cpu" and native_bundle.applies(bundle, context.dtype, tensors):
         return native_bundle
     if (
         context.device.type == "cuda"

@@ -33,6 +33,7 @@ from kalmannorm._running.compiled_way import (
     track_norms,
     track_traced,
 )
+from kalmannorm._running.learned_way import LearnedForward
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Memo, Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
@@ -49,11 +50,12 @@ from kalmannorm._support.compiling import (
 from kalmannorm._support.pickles import Complete, check_complete
 from kalmannorm._support.tracing import jit_traces, untraced
 from kalmannorm._wiring.plan import Plan
-from kalmannorm._wiring.program import Context, Parameter
+from kalmannorm._wiring.program import Context, Parameter, parted
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments, closed
 
 _OF_THIS_PROCESS = (
+    "learned",
     "state",
     "bundles",
     "tables",
@@ -93,6 +95,7 @@ class Relay:
 
     def _begin(self) -> None:
         """Create what belongs to this process and is no part of a copy or a pickle."""
+        self.learned = self.plan.transition == "learned"
         self.state = ThreadState()
         self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
@@ -137,7 +140,8 @@ class Relay:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
             if not active and recompute_id() == -1 and not compiled and not torch.compiler.is_compiling():
-                state.short = ShortForward(self._bundles_of_part(), state.memo, self.model)
+                given = self._bundles_of_part(), state.memo, self.model
+                state.short = LearnedForward(*given, self) if self.learned else ShortForward(*given)
         state.depth += 1
 
     def leave(self, whole: bool) -> None:
@@ -257,7 +261,18 @@ class Relay:
             kept.counts[first] = total
         return total
 
-    def deliver(self, call: int, posterior: Moments) -> None:
+    def arrived(self) -> dict[int, Moments | Tensor]:
+        """The posteriors of the norms that ran, by call. Those of the short way are one tensor, (2, G, C)."""
+        return self.state.posteriors
+
+    def deliver_outside(self, call: int, posterior: Tensor) -> None:
+        """`deliver` for the first run of a norm on the short way, outside of all segments."""
+        if call in self.readers:
+            self.state.posteriors[call] = posterior
+            if not self.state.whole:
+                self.state.pending[call] = set(self.readers[call])
+
+    def deliver(self, call: int, posterior: Moments | Tensor) -> None:
         if call not in self.readers:
             return
         active, state = self._segments(), self.state
@@ -385,7 +400,8 @@ class Relay:
         part = self.state.part
         assert part is not None
         if part not in self.bundles:
-            self.bundles[part] = PriorBundles.of(self.plan, None if self.state.whole else part)
+            make = PriorBundles.of_learned if self.learned else PriorBundles.of
+            self.bundles[part] = make(self.plan, None if self.state.whole else part)
         return self.bundles[part]
 
     def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
@@ -411,7 +427,7 @@ class Relay:
         posteriors = scopes[0].posteriors if scopes else self.state.posteriors
         for candidate in (source, *self.earlier.get(source, ())):
             if candidate in posteriors:
-                return posteriors[candidate]
+                return parted(posteriors[candidate])
         if not active:
             return None
         kept = kept_by(active[0], self)
@@ -424,6 +440,13 @@ class Relay:
                 self._warn_detached()
             kept.entering[source] = posterior
         return posterior
+
+    def keep_entering(self, sources: tuple[int, ...]) -> None:
+        """Keep posteriors that enter a segment, for a recomputation that takes the long way."""
+        active = self._segments()
+        scopes = self._scopes(active)
+        for source in sources:
+            self._find_posterior(source, active, scopes)
 
     def begin_compiled(self, compiles: bool) -> None:
         """The first norm is traced. From here on, results are shared within the graph.
@@ -547,18 +570,17 @@ class Wire(Complete):
     kept: tuple[nn.Module, ...] = ()  # modules that its priors read, kept even if the model is deleted: see `keepable`
 
     expects = True  # whether the last call should have had a prior
-    simple = False
+    single = False  # whether the norm runs once, on one path
 
     def __post_init__(self) -> None:
-        self.simple = self._is_simple()
+        self.single = self._is_single()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.simple = self._is_simple()
+        self.single = self._is_single()
 
-    def _is_simple(self) -> bool:
-        """Whether the norm runs once, on one path, and reads no posterior."""
-        return len(self.calls) == len(self.paths[0]) == 1 and not self.paths[0][0].sources
+    def _is_single(self) -> bool:
+        return len(self.calls) == len(self.paths[0]) == 1
 
     def forget(self, which: int, norms: frozenset[int]) -> None:
         """Do not wait for these norms any more."""
@@ -583,7 +605,7 @@ class Wire(Complete):
 
     def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The whole forward of the norm on the short way. None if it must take the long way."""
-        if not self.simple:
+        if not self.single:
             return None
         segment = None
         if saved_tensors_hooked():
@@ -596,7 +618,7 @@ class Wire(Complete):
         forward = state.short
         if forward is None:
             return None
-        call, target, _, needs = self.paths[0][0]
+        call, target, sources, needs = self.paths[0][0]
         ran = state.ran
         # After a long run another one follows: both are then tracked in the order in which they ran.
         ready = not state.whole or (call not in ran and needs <= ran.keys())
@@ -607,9 +629,13 @@ class Wire(Complete):
             kept = kept_by(segment, self.relay).repeated
             if ready and call not in kept:
                 y = forward.normalize(call, target, norm, x, residual, relu, segment.key, kept)
+                if y is not None and sources:
+                    self.relay.keep_entering(sources)
             kept.setdefault(call, None)  # the recomputation repeats the first run, so a later one is never short
         if y is not None:
             ran[call] = len(ran)
+            if sources and not state.whole:
+                self.relay._consume(call, sources)
         return y
 
     def _repeat(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, segment: Segment) -> Tensor | None:
@@ -625,7 +651,8 @@ class Wire(Complete):
 
         None if it runs more than once, needs the posteriors of others, or is in no bundle.
         """
-        found = site_of(self.relay, self.calls[0], device, dtype) if self.simple else None
+        alone = self.single and not self.paths[0][0].sources
+        found = site_of(self.relay, self.calls[0], device, dtype) if alone else None
         if found is None:
             return None
         return self.relay.number, self.calls[0], *found, self.first[0], self.last[0], self.relay.branches

@@ -23,7 +23,7 @@ class Scope:
     """The state of one segment, which is run and perhaps recomputed as a whole."""
 
     memo: Memo = field(default_factory=dict)
-    posteriors: dict[int, Moments] = field(default_factory=dict)
+    posteriors: dict[int, Moments | Tensor] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     inner: dict[int, Scope] = field(default_factory=dict)  # scopes of segments inside, in their first forward
     repeated: set[int] = field(default_factory=set)  # in a recomputation: calls that ran again on the short way
@@ -55,7 +55,7 @@ class ThreadState(threading.local):
         self.memo: Memo | None = None
         self.traced: Memo | None = None  # the memo while compiling; it must not outlive the graph
         self.left: Left | None = None  # updates of statistics that a compiled forward leaves to the hook at its end
-        self.posteriors: dict[int, Moments] = {}
+        self.posteriors: dict[int, Moments | Tensor] = {}  # one tensor (2, G, C) on the short way
         self.counts: dict[int, int] = {}
         self.ran: dict[int, int] = {}  # first calls of the norms that ran in this forward, in this order
         self.pending: dict[int, set[int]] = {}

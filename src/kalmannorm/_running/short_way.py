@@ -14,7 +14,7 @@ part of the key of what is prepared. The addresses of buffers and parameters are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,19 +69,24 @@ class Place:
         self.usable = self.tracks = False
         self.all_kernels: dict[Any, dict[Any, RowKernels | None]] = {}  # for each statistics batch and eps
         self.kernels: dict[Any, RowKernels | None] = {}  # for those of now
+        self.fitting: Any = None  # tensors of a learned transition that fit, and their addresses
 
     def check(self, norm: Any, moments: Tensor) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
         self.tracks, self.changes = norm.track_running_stats, Changes.count
-        usual = norm.takes_short_way() and norm._ranks.choice is None and norm.has_usual_steps()
+        usual = norm.takes_short_way(self.call.predicts) and norm._ranks.choice is None and norm.has_usual_steps()
         self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
-        self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps), {})
+        self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps, norm.prior_features), {})
 
 
 class ShortPart:
-    """A part of the model's bundles, with everything that its forwards on the short way share."""
+    """A part of the model's bundles, with everything that its forwards on the short way share.
 
-    def __init__(self, part: Part) -> None:
+    `prior`: the norms store their priors in the memory of the moments.
+    """
+
+    def __init__(self, part: Part, prior: bool) -> None:
+        self.prior = prior
         self.places = {call.identity: Place(call, index) for index, call in enumerate(part.calls)}
         self.norms = [call.norm for call in part.calls]
         self.channels = [norm.channels for norm in part.bundle.norms]
@@ -90,9 +95,9 @@ class ShortPart:
         self.tables: dict[Any, Any] = {}
 
     @classmethod
-    def of(cls, part: Part) -> ShortPart:
+    def of(cls, part: Part, prior: bool) -> ShortPart:
         if part.short is None:
-            part.short = cls(part)
+            part.short = cls(part, prior)
         short: ShortPart = part.short
         return short
 
@@ -101,7 +106,7 @@ class ShortPart:
         if key not in self.layouts:
             if len(self.layouts) >= KEPT:
                 self.layouts.clear()
-            self.layouts[key] = Layout(groups, self.channels)
+            self.layouts[key] = Layout(groups, self.channels, self.prior)
         return self.layouts[key]
 
 
@@ -133,10 +138,8 @@ class Repeated(NamedTuple):
     It writes the same moments into the same memory.
     """
 
-    block: Block
-    place: int  # of the norm in its block
-    kernels: RowKernels
     key: tuple[Any, ...]
+    again: Callable[[Tensor, Tensor | None, Any], Tensor]  # from x, the residual and the region
 
     def run(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, region: Any) -> Tensor | None:
         """The result of the norm. None if its input has another form than in the forward.
@@ -145,9 +148,7 @@ class Repeated(NamedTuple):
         """
         if _key_of(x, residual, relu) != self.key:
             return None
-        block, index = self.block, self.place
-        start, region = block.layout.starts[index], region if norm.rebuilds else None
-        return normalize(x, block.rows[index], residual, self.kernels, block.memory, start, region)
+        return self.again(x, residual, region if norm.rebuilds else None)
 
 
 class ShortForward:
@@ -197,20 +198,44 @@ class ShortForward:
         if key not in place.kernels:
             if len(place.kernels) >= KEPT:
                 place.kernels.clear()
-            place.kernels[key] = prepare(norm, x, residual, relu, block)
+            place.kernels[key] = self._prepare(norm, x, residual, relu, block)
         kernels = place.kernels[key]
         if kernels is None or kernels.groups != block.layout.groups[index]:  # m may change inside a forward
             return None
-        start, region = block.layout.starts[index], segment if norm.rebuilds else None
-        y = normalize(x, block.rows[index], residual, kernels, block.memory, start, region)
+        y = self._run(place, target, block, kernels, norm, x, residual, segment)
+        if y is None:
+            return None
         block.ran.add(index)
         if place.tracks:
             block.untracked[index] = kernels.values
         if repeated is not None:
-            repeated[call] = Repeated(block, index, kernels, key)
+            repeated[call] = Repeated(key, self._again(place, block, kernels))
         if norm.then:
             y = norm._finish(y, residual is not None or relu)
         return y
+
+    def _run(
+        self,
+        place: Place,
+        target: int | None,
+        block: Block,
+        kernels: Any,
+        norm: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        segment: Any,
+    ) -> Tensor | None:
+        """The result of prepared kernels. None if the norm must take the long way."""
+        index, region = place.index, segment if norm.rebuilds else None
+        return normalize(x, block.rows[index], residual, kernels, block.memory, block.layout.starts[index], region)
+
+    def _again(self, place: Place, block: Block, kernels: Any) -> Callable[[Tensor, Tensor | None, Any], Tensor]:
+        """The last `_run`, for a recomputation."""
+        rows, start, memory = block.rows[place.index], block.layout.starts[place.index], block.memory
+        return lambda x, residual, region: normalize(x, rows, residual, kernels, memory, start, region)
+
+    def _prepare(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Block) -> RowKernels | None:
+        return prepare(norm, x, residual, relu, block, row_kernels_for)
 
     def _block(self, call: int, target: int | None, x: Tensor) -> Block | None:
         """Compute the bundle of a call, and memory for the moments of its norms."""
@@ -231,8 +256,9 @@ class ShortForward:
         part = self.bundles.parts[number]
         rows, groups = [results.rows[each.identity] for each in part.calls], groups_in(part, context)
         # A norm that took the long way may have made the rows, for another number of examples.
-        fits = rows[0].dtype == dtype and [each.shape[1] for each in rows] == groups
-        return Block(ShortPart.of(part), rows, groups, x) if fits and stream_of(x.device) >= 0 else None
+        if rows[0].dtype != dtype or [each.shape[1] for each in rows] != groups or stream_of(x.device) < 0:
+            return None
+        return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
 
     def waits(self, call: int) -> bool:
         """Whether an update of this call's norm is still to be made."""
@@ -246,7 +272,15 @@ class ShortForward:
                 _track(block)
 
 
-def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Block) -> RowKernels | None:
+def prepare(
+    norm: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    relu: bool,
+    block: Block,
+    kernels_for: Callable[[Tensor, int], type | None],
+    **options: Any,
+) -> RowKernels | None:
     """The kernels of a norm for x of this shape. None if it must take the long way."""
     if x.dim() not in norm.input_dims or x.shape[1] != norm.num_features or x.numel() == 0:
         return None
@@ -256,16 +290,16 @@ def prepare(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Bl
         same = residual.__class__ is Tensor and (residual.dtype, residual.device) == (x.dtype, x.device)
         if not same or (residual.shape, residual.stride()) != (x.shape, x.stride()):
             return None
-    kind = row_kernels_for(x, norm.statistics_batch_size or 0)
+    size = norm.statistics_batch_size or 0
+    kind = kernels_for(x, size)
     if kind is None:
         return None
     if norm.gain_logit is None:
         check_enough_values(x, norm.statistics_batch_size, norm)
-        if lone_last(x, norm.statistics_batch_size or 0):
+        if lone_last(x, size):
             return None
-    kernels: RowKernels = kind(
-        x, norm.statistics_batch_size or 0, norm.eps, residual=residual is not None, relu=relu, pitch=block.part.pitch
-    )
+    options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
+    kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
 
 

@@ -7,7 +7,7 @@ are deep and nested objects would reach Python's recursion limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ class Step(Complete):
 
     def run(self, given: list[Any], context: Context) -> Any:
         raise NotImplementedError
+
+    def join(self, given: list[Tensor]) -> Tensor | None:
+        """`run` on moments that are one tensor, (2, G, C): means and variances. None if that is not possible."""
+        return None
 
 
 @dataclass
@@ -209,10 +213,24 @@ class Combine(Step):
                 rows = m.mean.shape[0]
         return self.function(given) if self.function is algebra.concatenate else self.function(*given)
 
+    def join(self, given: list[Tensor]) -> Tensor | None:
+        first, *others = given
+        if self.function is algebra.concatenate:
+            alike = all(each.shape[:2] == first.shape[:2] for each in others)
+            return torch.cat(given, 2) if alike else None
+        if self.function is not algebra.add or not all(each.shape == first.shape for each in others):
+            return None
+        for each in others:
+            first = first + each
+        return first
+
 
 @dataclass
 class Detach(Step):
     """Stops the gradient of the prior where the model stops a gradient."""
+
+    def join(self, given: list[Tensor]) -> Tensor | None:
+        return given[0].detach()
 
     def run(self, given: list[Any], context: Context) -> Moments:
         mean, var, cov = given[0]
@@ -229,6 +247,9 @@ class Slice(Step):
     def run(self, given: list[Any], context: Context) -> Moments:
         return algebra.select(given[0], slice(self.start, self.stop))
 
+    def join(self, given: list[Tensor]) -> Tensor | None:
+        return given[0][:, :, self.start : self.stop]
+
 
 @dataclass
 class Select(Step):
@@ -236,6 +257,9 @@ class Select(Step):
 
     def run(self, given: list[Any], context: Context) -> Moments:
         return algebra.select(given[0], given[1])
+
+    def join(self, given: list[Tensor]) -> Tensor | None:
+        return given[0][:, :, given[1]]
 
 
 @dataclass
@@ -343,6 +367,38 @@ class Program(Complete):
             memo[index] = step.run([memo[i] for i in step.inputs], context)
             pending.pop()
 
+    def join(
+        self, target: int, context: Context, posteriors: Mapping[int, Moments | Tensor], memo: dict[int, Tensor]
+    ) -> Tensor | None:
+        """As `evaluate`, for steps that only combine posteriors: the moments of a step as one tensor, (2, G, C).
+
+        None if a posterior did not arrive or is on another device, or if a step does something else.
+        """
+        pending = [target]
+        while pending:
+            index = pending[-1]
+            if index in memo:
+                pending.pop()
+                continue
+            step = self.steps[index]
+            missing = [i for i in step.inputs if i not in memo]
+            if missing:
+                pending.extend(missing)
+                continue
+            if isinstance(step, Posterior):
+                found = joined(posteriors.get(step.call))
+                if found is not None and (found.device, found.dtype) != (context.device, context.dtype):
+                    return None
+            elif isinstance(step, Constant):
+                found = step.run([], context)
+            else:
+                found = step.join([memo[i] for i in step.inputs])
+            if found is None:
+                return None
+            memo[index] = found
+            pending.pop()
+        return memo[target]
+
     def owned(self) -> list[WeakModule]:
         """The modules whose tensors are read by any step."""
         beliefs = [step.norm for step in self.steps if isinstance(step, NormBelief)]
@@ -378,6 +434,19 @@ class Program(Complete):
                 found.append(self.steps[index])
             pending.extend(self.steps[index].inputs)
         return found
+
+
+def joined(posterior: Moments | Tensor | None) -> Tensor | None:
+    """A posterior as one tensor, (2, G, C). None if there is none, or if it has a covariance."""
+    if posterior is None or isinstance(posterior, Tensor):
+        return posterior
+    mean, var, cov = posterior
+    return torch.stack([mean, var]) if cov is None else None
+
+
+def parted(posterior: Moments | Tensor) -> Moments:
+    """A posterior as mean and variance."""
+    return Moments(*posterior.unbind(0)) if isinstance(posterior, Tensor) else posterior
 
 
 def selected(program: Program, step: int, entries: Tensor, size: int) -> int:

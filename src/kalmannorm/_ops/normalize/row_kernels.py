@@ -50,6 +50,37 @@ class RowKernels(Protocol):
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
+Transition = tuple[Tensor, Tensor, Tensor]
+"""What a learned transition reads: the posterior of the norm before (2, G, P), the matrix A (C, P) and the noise r."""
+Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of these three."""
+
+
+class LearnedKernels(RowKernels, Protocol):
+    """One norm with a learned transition on x of one shape, prepared: see `triton_learned.py`."""
+
+    channels: int
+    previous_shape: tuple[int, int, int]
+    most_noises: int
+
+    def filter(
+        self, x: Tensor, rows: Tensor, residual: Tensor | None, given: Transition | None, memory: Memory, start: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def differentiate(
+        self,
+        grad_y: Tensor,
+        grad_posterior: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        rows: Tensor,
+        given: Transition | None,
+        memory: Memory,
+        start: int,
+        to_matrix: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Predicted]: ...
+
+
 Planned = tuple[Plan, Tensors]
 """How y is computed again, and the tensors of its residual for that."""
 Run = tuple[RowKernels, Memory, int, Planned | None]

@@ -7,6 +7,8 @@ and the gain: (5, G, C), see `propagate/bundle.py`. Moments are (4, G, C): the p
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,15 +17,30 @@ from kalmannorm._ops.normalize.row_kernels import Memory
 from kalmannorm._ops.normalize.tiling import launch_for, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
 from kalmannorm._ops.propagate.bundle import ROWS
-from kalmannorm._ops.triton_launching import ALIGNED, Direct
+from kalmannorm._ops.triton_launching import ALIGNED, Direct, Ready
 
 NOTHING = None, None, None, None
 
 
 class TritonRows:
-    """The launches of one norm. `pitch` is the number of values from one of the five rows to the next."""
+    """The launches of one norm. `pitch` is the number of values from one of the five rows to the next.
 
-    def __init__(self, x: Tensor, size: int, eps: float, *, residual: bool, relu: bool, pitch: int) -> None:
+    `own_prior`: every group has a prior of its own. `at_posterior`: gradients arrive at the posterior. For both see
+    `triton_learned.py`.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        size: int,
+        eps: float,
+        *,
+        residual: bool,
+        relu: bool,
+        pitch: int,
+        own_prior: bool = False,
+        at_posterior: bool = False,
+    ) -> None:
         shape = shape_of(x, size)
         processors, wide = processors_of(x), x.dtype == torch.float32
         self.groups, self.channels = shape.groups, shape.C
@@ -32,12 +49,13 @@ class TritonRows:
         self.strides, self.size, self.eps = x.stride(), size, eps
         self.relu, self.residual, self.keeps_output = relu, residual, residual and relu
         mask = 0 if relu and not residual else None  # the backward reads β only for the mask of a ReLU
-        strides = RowStrides(0, 0, 0, 0, 1)
+        step = shape.C if own_prior and shape.groups > 1 else 0
+        strides = RowStrides(0, 0, step, step, 1)
         how = launch_for(shape, processors, residual=residual, wide=wide)
         self.forward_launches = forward_launches(shape, how, x.device, strides, eps, relu, residual)
         self.forward_scratch = Shares.of(shape.groups, how.splits, how.K, shape.C)
         how = launch_for(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
-        strides, arrived = strides._replace(bias=mask), (False, False)
+        strides, arrived = strides._replace(bias=mask), (at_posterior, False)
         self.backward_launches = backward_launches(
             shape, how, x.device, strides, eps, relu, self.keeps_output, True, arrived
         )
@@ -78,21 +96,17 @@ class TritonRows:
         self, x: Tensor, y: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int
     ) -> None:
         """The forward through checked launches, which build the kernels."""
-        given = self.forward_arguments(x, y, rows, residual, moments, start)
-        for launch, tensors in zip(self.forward_launches, given, strict=True):
-            launch(*tensors)
-        if not any(t is not None and t.data_ptr() % ALIGNED for t in (x, y, residual)):
-            direct = [launch.direct(*tensors) for launch, tensors in zip(self.forward_launches, given, strict=True)]
-            self.forward_direct = tuple(launch for launch in direct if launch is not None)
-            if len(self.forward_direct) < len(direct):
-                self.forward_direct = ()
+        given = self.forward_arguments(x, y, rows.unbind(0), residual, moments, start)
+        run(self.forward_launches, given)
+        if aligned(x, y, residual):
+            self.forward_direct = direct(self.forward_launches, given)
             self.rows_offset = rows.data_ptr() % ALIGNED
 
     def forward_arguments(
-        self, x: Tensor, y: Tensor, rows: Tensor, residual: Tensor | None, moments: Tensor, start: int
+        self, x: Tensor, y: Tensor, rows: Sequence[Tensor], residual: Tensor | None, moments: Tensor, start: int
     ) -> list[tuple[Tensor | None, ...]]:
-        """The arguments of each launch of a forward."""
-        parts = *rows.unbind(0), *self.moments(moments, start)
+        """The arguments of each launch of a forward. `rows` are five tensors, each (G, C)."""
+        parts = *rows, *self.moments(moments, start)
         if self.forward_scratch is None:
             return [(x, y, residual, *parts)]
         sums, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
@@ -145,14 +159,10 @@ class TritonRows:
         start: int,
     ) -> None:
         """The backward through checked launches, which build the kernels."""
-        given = self.backward_arguments(grad_y, x, y, dx, d_rows, d_residual, rows, moments, start)
-        for launch, tensors in zip(self.backward_launches, given, strict=True):
-            launch(*tensors)
-        if not any(t is not None and t.data_ptr() % ALIGNED for t in (grad_y, x, y, dx, d_residual)):
-            direct = [launch.direct(*tensors) for launch, tensors in zip(self.backward_launches, given, strict=True)]
-            self.backward_direct = tuple(launch for launch in direct if launch is not None)
-            if len(self.backward_direct) < len(direct):
-                self.backward_direct = ()
+        given = self.backward_arguments(grad_y, x, y, dx, d_rows, d_residual, rows.unbind(0), moments, start)
+        run(self.backward_launches, given)
+        if aligned(grad_y, x, y, dx, d_residual):
+            self.backward_direct = direct(self.backward_launches, given)
 
     def backward_arguments(
         self,
@@ -162,24 +172,56 @@ class TritonRows:
         dx: Tensor,
         d_rows: Tensor,
         d_residual: Tensor | None,
-        rows: Tensor,
+        rows: Sequence[Tensor],
         moments: Tensor,
         start: int,
+        arrived: Sequence[Tensor | None] = NOTHING,
     ) -> list[tuple[Tensor | None, ...]]:
-        """The arguments of each launch of a backward."""
-        weight, bias, *prior = rows.unbind(0)
+        """The arguments of each launch of a backward. `arrived` are the gradients of the four moments."""
+        weight, bias, *prior = rows
         kept = self.moments(moments, start)
         affine = weight, bias if self.masked else None
-        parts: tuple[Tensor | None, ...] = *affine, *prior, *kept, *NOTHING, *d_rows.unbind(0)
+        parts: tuple[Tensor | None, ...] = *affine, *prior, *kept, *arrived, *d_rows.unbind(0)
         if self.backward_scratch is None:
             return [(grad_y, x, y, dx, d_residual, *parts)]
         sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
         masked = grad_y if d_residual is None else d_residual
         return [(grad_y, x, y, d_residual, sums, *affine, *kept[:2]), (masked, x, dx, sums, *parts)]
 
+    def launches_of_step(self, like: Tensor, rows: Tensor, moments: Tensor, start: int) -> Iterator[Step]:
+        """The launches of a forward and of its backward, on tensors without memory. `like` has the form of x."""
+        residual, kept = like if self.residual else None, like if self.keeps_output else None
+        parts, d_rows = rows.unbind(0), torch.empty(rows.shape, device=rows.device)
+        yield self.forward_launches, self.forward_arguments(like, like, parts, residual, moments, start)
+        yield (
+            self.backward_launches,
+            self.backward_arguments(like, like, kept, like, d_rows, kept, parts, moments, start),
+        )
+
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
         """Mean and variance of the posterior, then of the observation, each (G, C)."""
         return moments.view(-1)[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)
+
+
+Given = Sequence[Sequence[Tensor | None]]
+"""The arguments of several launches."""
+Step = tuple[Sequence[Ready], Given]
+
+
+def run(launches: Sequence[Ready], given: Given) -> None:
+    for launch, tensors in zip(launches, given, strict=True):
+        launch(*tensors)
+
+
+def direct(launches: Sequence[Ready], given: Given) -> tuple[Direct, ...]:
+    """The same launches on addresses, after `run`. Empty if one of them has none."""
+    found = [launch.direct(*tensors) for launch, tensors in zip(launches, given, strict=True)]
+    there = tuple(launch for launch in found if launch is not None)
+    return there if len(there) == len(found) else ()
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    return not any(tensor is not None and tensor.data_ptr() % ALIGNED for tensor in tensors)
 
 
 class Shares:

@@ -10,6 +10,7 @@ block of outputs. The second launch of the backward adds the shares in fixed ord
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kalmannorm._filter import GAIN_MARGIN
 from kalmannorm._ops.grid import blocks_of, power
-from kalmannorm._ops.triton_launching import KEPT, Ready, ready
+from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options
 from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
 MARGIN = tl.constexpr(GAIN_MARGIN)
@@ -46,9 +47,10 @@ def share_of(logit):
 def predict_kernel(
     mean_ptr, var_ptr, matrix_ptr, noise_ptr, logit_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr,
     G, C, P, gain_step,
-    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, GAIN: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BC outputs of BG groups. There is only one group if BG is 1."""
+    """BC outputs of BG groups. There is only one group if BG is 1. `GAIN`: whether to compute the gain too."""
     await_previous(PDL)
     c, g = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1) * BG + tl.arange(0, BG)
     if BG == 1:
@@ -73,9 +75,10 @@ def predict_kernel(
         prior_mean, prior_var = sums, squares
     store_rows(prior_mean_ptr, g, G, c, C, prior_mean)
     store_rows(prior_var_ptr, g, G, c, C, prior_var + tl.abs(tl.load(noise_ptr)))
-    mine = (c < C) & (tl.program_id(1) == 0)
-    logit = tl.load(logit_ptr + c * gain_step, mask=mine, other=0.0)
-    tl.store(gain_ptr + c, MARGIN + (1 - 2 * MARGIN) * share_of(logit), mask=mine)
+    if GAIN:
+        mine = (c < C) & (tl.program_id(1) == 0)
+        logit = tl.load(logit_ptr + c * gain_step, mask=mine, other=0.0)
+        tl.store(gain_ptr + c, MARGIN + (1 - 2 * MARGIN) * share_of(logit), mask=mine)
 
 
 @triton.jit
@@ -163,36 +166,50 @@ def precision_on(device: torch.device) -> str:
     return "tf32x3"
 
 
+class Launches(NamedTuple):
+    """Three launches, prepared: the prior, then both of the backward, and the number of blocks of outputs there."""
+
+    forward: Ready
+    backward: Ready
+    summing: Ready
+    blocks: int
+
+
 @functools.lru_cache(maxsize=KEPT)
-def _forward_launch(G: int, C: int, P: int, device: torch.device) -> Ready:
+def launches_of(
+    G: int, C: int, P: int, device: torch.device, *, gain: int | None, to_matrix: bool, to_gain: bool
+) -> Launches:
+    """The launches for G groups, C outputs and P inputs. `gain`: the step from logit to logit, None for no gain."""
+    options, precision = launch_options(device), precision_on(device)
     BG = 1 if G == 1 else min(max(power(G), 16), 64)
     BC, BP = 16, min(max(power(P), 16), 256 if BG == 1 else 64)
+    tile = {"BG": BG, "BC": BC, "BP": BP, "GAIN": gain is not None, "PRECISION": precision}
     grid = blocks_of(C, BC), blocks_of(G, BG)
-    return ready(predict_kernel, grid, device, PRECISION=precision_on(device), BG=BG, BC=BC, BP=BP)
+    forward = Ready(predict_kernel, grid, (G, C, P, gain or 0), tile | options)
 
-
-@functools.lru_cache(maxsize=KEPT)
-def _backward_launches(
-    G: int, C: int, P: int, device: torch.device, to_matrix: bool, to_gain: bool
-) -> tuple[Ready, Ready, int]:
-    """Both launches, and the number of blocks of outputs."""
     BG = 1 if G == 1 else min(max(power(G), 16), 32)
     wide = C * P >= 64 * 64 * 132 and roomy(device)
     BC, BP = (min(max(power(size), 16), 64 if wide else 32) for size in (C, P))
     blocks, BV = blocks_of(C, BC), 256
-    options = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision_on(device)}
-    first = ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), device, **options)
-    options = {"BS": power(blocks), "BV": BV, "TO_GAIN": to_gain}
-    return first, ready(predict_sum_kernel, (blocks_of(G * P, BV),), device, **options), blocks
+    tile = {"BG": BG, "BC": BC, "BP": BP, "TO_MATRIX": to_matrix, "PRECISION": precision}
+    backward = Ready(predict_backward_kernel, (blocks, blocks_of(P, BP)), (G, C, P), tile | options)
+    tile = {"BS": power(blocks), "BV": BV, "TO_GAIN": to_gain}
+    numbers = blocks, G * P, C, gain or 0
+    summing = Ready(predict_sum_kernel, (blocks_of(G * P, BV),), numbers, tile | options)
+    return Launches(forward, backward, summing, blocks)
+
+
+def _launches(mean: Tensor, matrix: Tensor, logit: Tensor, to_matrix: bool, to_gain: bool) -> Launches:
+    (G, P), C, gain = mean.shape, matrix.shape[0], int(logit.numel() > 1)
+    return launches_of(G, C, P, mean.device, gain=gain, to_matrix=to_matrix, to_gain=to_gain)
 
 
 def forward(mean: Tensor, var: Tensor, matrix: Tensor, noise: Tensor, logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Prior mean and variance (G, C) from moments (G, P) and A (C, P), and the gain (C,) from one logit or C logits."""
-    (G, P), C = mean.shape, matrix.shape[0]
+    G, C = mean.shape[0], matrix.shape[0]
     prior_mean, prior_var, gain = mean.new_empty((G, C)), mean.new_empty((G, C)), mean.new_empty(C)
-    _forward_launch(G, C, P, mean.device)(
-        mean, var, matrix, noise, logit, prior_mean, prior_var, gain, G, C, P, int(logit.numel() > 1)
-    )
+    launches = _launches(mean, matrix, logit, True, True)
+    launches.forward(mean, var, matrix, noise, logit, prior_mean, prior_var, gain)
     return prior_mean, prior_var, gain
 
 
@@ -208,17 +225,13 @@ def backward(
     to_matrix: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """Gradients with respect to mean, var, A (if `to_matrix`), noise, and logit (if `grad_gain` exists)."""
-    (G, P), C = mean.shape, matrix.shape[0]
-    first, second, blocks = _backward_launches(G, C, P, mean.device, to_matrix, grad_gain is not None)
-    shares, noise_shares = mean.new_empty((2, blocks, G, P)), mean.new_empty(blocks)
+    launches = _launches(mean, matrix, logit, to_matrix, grad_gain is not None)
+    shares, noise_shares = mean.new_empty((2, launches.blocks, *mean.shape)), mean.new_empty(launches.blocks)
     grad_matrix = torch.empty_like(matrix) if to_matrix else None
-    first(grad_mean, grad_var, mean, var, matrix, grad_matrix, shares, noise_shares, G, C, P)
+    launches.backward(grad_mean, grad_var, mean, var, matrix, grad_matrix, shares, noise_shares)
     to_mean, to_var, to_noise = torch.empty_like(mean), torch.empty_like(var), torch.empty_like(noise)
     to_logit = None if grad_gain is None else torch.empty_like(logit)
-    second(
-        shares, noise_shares, noise, logit, grad_gain, to_mean, to_var, to_noise, to_logit,
-        blocks, G * P, C, int(logit.numel() > 1),
-    )  # fmt: skip
+    launches.summing(shares, noise_shares, noise, logit, grad_gain, to_mean, to_var, to_noise, to_logit)
     return to_mean, to_var, grad_matrix, to_noise, to_logit
 
 
