@@ -156,7 +156,9 @@ def chart(found: list[Panel]) -> Curves:
 def draw(theme: Theme, rows: list[Record] | None = None) -> Figure:
     found = panels(rows)
     curves = chart(found)
-    with matplotlib.rc_context({**plotting.STYLE, "svg.fonttype": "path"}):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # another picture may have set the colours of its theme
+        matplotlib.rcParams.update({**plotting.STYLE, "svg.fonttype": "path"})
         figure, axes = plotting.drawing(curves, "")
         for ax, panel, lines in zip(axes, found, curves.panels, strict=True):
             own_range(ax, Curves([lines], curves.x, curves.y, curves.names, bounds=curves.bounds, aside=True))

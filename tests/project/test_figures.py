@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import matplotlib.colors
 import pytest
 import torch
 
@@ -149,3 +150,13 @@ def test_outliers_are_told_and_themes_differ(accuracy, monkeypatch):
     assert [text.get_text() for text in axes.texts] == ["↓ 20.0"] and axes.get_ylim()[0] > 80
     colours = [{line.get_color() for line in drawn.axes[0].lines} for drawn in (figure, accuracy.draw(look.DARK))]
     assert len(colours[0]) == 2 and not colours[0] & colours[1]
+
+
+def test_words_can_be_read_whatever_was_drawn_before(draw, accuracy):
+    """Other pictures leave the colours of their theme behind. Dark words on a light page, and the reverse."""
+    look = sys.modules["look"]
+    sys.modules["sigma"].draw(look.DARK)
+    for theme, dark in ((look.LIGHT, True), (look.DARK, False)):
+        axes = accuracy.draw(theme).axes[0]
+        labels = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+        assert [sum(matplotlib.colors.to_rgb(label.get_color())) < 1.5 for label in labels] == [dark] * len(labels)

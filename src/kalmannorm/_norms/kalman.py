@@ -292,7 +292,8 @@ class BatchKalmanNorm(GroupedNorm):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._rename(name)
+        if name != "__class__":  # it may be no Kalman norm any more
+            self._rename(name)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
