@@ -163,7 +163,7 @@ def draw(theme: Theme, rows: list[Record] | None = None) -> Figure:
         for ax, panel, lines in zip(axes, found, curves.panels, strict=True):
             own_range(ax, Curves([lines], curves.x, curves.y, curves.names, bounds=curves.bounds, aside=True))
             told_below(ax, panel, curves, looks_of(found))
-    place_legend(figure)
+        place_legend(figure)
     if theme != LIGHT:
         recolour(figure, theme)
     return figure

@@ -157,6 +157,8 @@ def test_words_can_be_read_whatever_was_drawn_before(draw, accuracy):
     look = sys.modules["look"]
     sys.modules["sigma"].draw(look.DARK)
     for theme, dark in ((look.LIGHT, True), (look.DARK, False)):
-        axes = accuracy.draw(theme).axes[0]
+        figure = accuracy.draw(theme)
+        axes = figure.axes[0]
         labels = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+        labels += [text for legend in (*figure.legends, axes.get_legend()) if legend for text in legend.get_texts()]
         assert [sum(matplotlib.colors.to_rgb(label.get_color())) < 1.5 for label in labels] == [dark] * len(labels)

@@ -232,7 +232,7 @@ def forward(
             if layer.bias is not None:
                 out[0].add_(tensors[layer.bias])
             saved.append((away,))
-    rows = _stacked(bundle, tensors, taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    rows = _stacked(bundle, tensors, taken(entries, ready.priors), gains(bundle, tensors, ready.logits).to(dtype))
     # Copies, because views would keep all entries alive.
     others = [taken(entries, where).clone() for where in ready.results[len(bundle.norms) :]]
     kept = [entries, *(tensor for each in saved for tensor in each if tensor is not None)]
@@ -249,11 +249,12 @@ def _stacked(bundle: Bundle, tensors: Tensors, priors: Tensor, gains: Tensor) ->
     return torch.cat([*affine, priors.reshape(-1), gains]).view(ROWS, -1)
 
 
-def _gains(bundle: Bundle, tensors: Tensors, ready: _Ready) -> Tensor:
+def gains(bundle: Bundle, tensors: Tensors, places: Tensor) -> Tensor:
+    """The gain of each channel of each norm. `places`: the position of its logit, see `Bundle.logit_places`."""
     if not bundle.norms:
-        return torch.empty(0, device=ready.device)
+        return torch.empty(0, device=places.device)
     logits = _logit_values(bundle, tensors)
-    return torch.where(logits == math.inf, 1, gain_of(logits)).index_select(0, ready.logits)
+    return torch.where(logits == math.inf, 1, gain_of(logits)).index_select(0, places)
 
 
 def _logit_values(bundle: Bundle, tensors: Tensors) -> Tensor:
@@ -440,7 +441,7 @@ def spelt_out(bundle: Bundle, tensors: Tensors, dtype: torch.dtype, device: torc
             given = [taken(entries, where) for where in (work.a, work.b) if where is not None]
             m = _one(each, [Moments(part[:1], part[1:]) for part in given], tensors, dtype)
             entries = torch.cat([entries, torch.cat([m.mean, m.var])], 1)
-    rows = _stacked(bundle, tensors, taken(entries, ready.priors), _gains(bundle, tensors, ready).to(dtype))
+    rows = _stacked(bundle, tensors, taken(entries, ready.priors), gains(bundle, tensors, ready.logits).to(dtype))
     found = [taken(entries, where).unsqueeze(1) for where in ready.results[len(bundle.norms) :]]
     return [rows, *(pair[0] for pair in found), *(pair[1] for pair in found)]
 

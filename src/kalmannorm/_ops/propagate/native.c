@@ -287,13 +287,12 @@ SPECIAL const REAL *gathered(const Step *s, const REAL *entries, REAL *room) {
     return room;
 }
 
-SPECIAL double gain_of(double logit, double *slope) {
+SPECIAL double gain_slope(double logit) {
     double share = 1 / (1 + exp(-logit));
-    *slope = (1 - 2 * MARGIN) * share * (1 - share);
-    return MARGIN + (1 - 2 * MARGIN) * share;
+    return (1 - 2 * MARGIN) * share * (1 - share);
 }
 
-/* Entries, deviations `away` of all layers, and the rows of all norms (5, channels). Returns 0, or 1 without memory. */
+/* Entries, deviations `away` of all layers, and the rows of all norms but their gains. Returns 0, or 1 without memory. */
 int bundle_forward(const Bundle *b, const REAL *const *tensors, REAL *entries, REAL *away, REAL *rows, long threads) {
     REAL *mean = entries, *var = entries + b->entries, *room = operands(b);
     long leaf = 0, column = 0, failed = !room;
@@ -323,13 +322,10 @@ int bundle_forward(const Bundle *b, const REAL *const *tensors, REAL *entries, R
     for (long n = 0; n < b->norms; n++) {
         const Norm *of = b->norm + n;
         for (long i = 0; i < of->channels; i++, column++) {
-            double slope;
             rows[column] = of->weight == NOTHING ? 1 : tensors[of->weight][i];
             rows[b->channels + column] = of->bias == NOTHING ? 0 : tensors[of->bias][i];
             rows[2 * b->channels + column] = mean[b->priors[column]];
             rows[3 * b->channels + column] = var[b->priors[column]];
-            rows[4 * b->channels + column] =
-                of->logit == NOTHING ? 1 : gain_of(tensors[of->logit][of->logits == 1 ? 0 : i], &slope);
         }
     }
     free(room);
@@ -389,13 +385,12 @@ int bundle_backward(const Bundle *b, const REAL *const *tensors, const REAL *ent
         column += of->channels;
         if (of->logit == NOTHING || !d_tensors[of->logit]) continue;
         for (long k = 0; k < of->logits; k++) {
-            double slope, sum = 0;
-            gain_of(tensors[of->logit][k], &slope);
+            double sum = 0;
             if (of->logits == 1)
                 for (long i = 0; i < of->channels; i++) sum += by_gain[i];
             else
                 sum = by_gain[k];
-            d_tensors[of->logit][k] = slope * sum;
+            d_tensors[of->logit][k] = gain_slope(tensors[of->logit][k]) * sum;
         }
     }
     for (long n = 0; n < b->alones && grad_rows; n++) {

@@ -15,7 +15,7 @@ from torch import Tensor
 from kalmannorm._ops.native_library import library, usable
 from kalmannorm._ops.propagate import aten, aten_layers
 from kalmannorm._ops.propagate.aten import Made
-from kalmannorm._ops.propagate.bundle import RELU, Bundle, Elementwise, Function, Layer
+from kalmannorm._ops.propagate.bundle import GAIN, RELU, Bundle, Elementwise, Function, Layer
 from kalmannorm._ops.propagate.native_layers import CLayer, gradient_like, laid_out
 
 Tensors = Sequence[Tensor]
@@ -198,6 +198,8 @@ def forward(
     sizes = (2, bundle.entries), (program.aways,), (5, bundle.channels)
     entries, aways, rows = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
     _run("bundle_forward", dtype, program, _addresses(tensors), entries.data_ptr(), aways.data_ptr(), rows.data_ptr())
+    # By torch, as for a norm without a bundle: the sigmoid of C rounds differently.
+    rows[GAIN] = aten.gains(bundle, tensors, bundle.logit_places)
     others = [aten.taken(entries, where).clone() for where in program.results]
     return Made(rows, [(part[:1], part[1:]) for part in others], [entries, aways], program)
 
