@@ -25,7 +25,7 @@ from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._support.copying import copied
 from kalmannorm._wiring.foldable import foldable
-from kalmannorm._wiring.program import Context, Fixed, Program
+from kalmannorm._wiring.program import Fixed, Program
 from kalmannorm._wiring.recording.trace import trace
 from kalmannorm.moments import Moments
 
@@ -89,17 +89,18 @@ def freeze_priors(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         raise ValueError(
             f"freeze_priors: {type(model).__name__} contains no norm wired by kalmannorm.convert(model, example_input)"
         )
-    memos: dict[tuple[int, torch.device, torch.dtype], dict[int, Any]] = {}
+    memos: dict[tuple[int, torch.device, torch.dtype], Any] = {}
     fixed: list[tuple[Program, int, Moments]] = []
     with torch.no_grad():
         for norm in wired:
-            program = norm.wire.relay.program
+            relay = norm.wire.relay
             like = next(t for t in (norm.gain_logit, norm.running_mean, torch.empty(0)) if t is not None)
-            memo = memos.setdefault((id(program), like.device, like.dtype), {})
-            for _, target, sources, _ in (path for paths in norm.wire.paths for path in paths):
+            key = id(relay), like.device, like.dtype
+            if key not in memos:
+                memos[key] = relay.constant_priors(like)
+            for call, target, sources, _ in (path for paths in norm.wire.paths for path in paths):
                 if target is not None and not sources:
-                    prior = program.evaluate(target, Context(like.device, like.dtype, {}), memo)
-                    fixed.append((program, target, prior))
+                    fixed.append((relay.program, target, memos[key](call, target)))
     for program, target, prior in fixed:
         program.steps[target] = Fixed((), prior)
     return model

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from kalmannorm._ops.propagate.bundle import PRIOR_MEAN, PRIOR_VAR
 from kalmannorm._ops.track.registered import number_of
 from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.compiled_way import (
@@ -333,6 +334,19 @@ class Relay:
             with unseen():
                 self._bundles_of_part().fill(call, target, context, results)
         return results.rows.get(call)
+
+    def constant_priors(self, like: Tensor) -> Callable[[int, int], Moments]:
+        """A function that computes priors which read no posterior, by call and step, with the bits of a forward."""
+        bundles, results, context = PriorBundles.of(self.plan, None), Results(), Context(like.device, like.dtype, {})
+
+        def prior(call: int, target: int) -> Moments:
+            bundles.fill(call, target, context, results)
+            rows = results.rows.get(call)
+            if rows is None:
+                return self.program.evaluate(target, context, results)
+            return Moments(rows[PRIOR_MEAN, :1].clone(), rows[PRIOR_VAR, :1].clone())
+
+        return prior
 
     def path(self, wire: Wire, which: int) -> Path | None:
         """The path that leads to a norm in this forward: of those with all their norms, the one with the most norms.
