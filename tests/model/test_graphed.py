@@ -201,7 +201,8 @@ def test_two_ranks(tmp_path):
 
 def test_accelerate():
     accelerate = pytest.importorskip("accelerate")
-    results = []
+    state, results = accelerate.state.AcceleratorState, []
+    state._reset_state(reset_partial_state=True)  # it belongs to the process: another test may have set it
     for graph in (True, False):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
         model = converted("cpu")
@@ -216,6 +217,7 @@ def test_accelerate():
         if graph:
             assert model.cuda_graphs.replays >= 4, str(model.cuda_graphs)
         results.append(list(model.state_dict().values()))
+    state._reset_state(reset_partial_state=True)
     torch.testing.assert_close(*results, rtol=2e-2, atol=1e-3)
 
 
