@@ -29,7 +29,8 @@ class CompiledBundle:
     """A bundle with its number, the module that runs it (`aten` or `triton_bundle`), and what a backward needs."""
 
     def __init__(self, bundle: Bundle, run: ModuleType, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
-        run = aten if run is native_bundle else run  # its kernels keep addresses between forward and backward
+        # What `native_bundle` prepares depends on the layout of the weights. A compiled backward must not need it.
+        run = aten if run is native_bundle else run
         self.bundle, self.run, self.dtype, self.device = bundle, run, dtype, tensors[0].device
         wanted = [True] * len(tensors)
         # One forward shows which tensors it saves for the backward. It also builds the kernels.
