@@ -221,7 +221,7 @@ def test_who_runs_where():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert kernels_for(torch.empty(shape, device="cuda", dtype=dtype), 2) is not aten
     assert kernels_for(torch.empty(shape, device="cuda", dtype=torch.float64), 2) is aten
-    assert kernels_for(torch.empty(shape), 2) is aten
+    assert kernels_for(torch.empty(shape), 2) is not kernels_for(torch.empty(shape, device="cuda"), 2)
 
 
 @pytest.mark.parametrize(
