@@ -278,8 +278,14 @@ SMALL_METHODS = {
 }
 
 
-def small(method: str, closing: float | None, batch: int, mode: str = "population") -> Scores:
-    rows = (row for row in read(SMALL) if (row["method"], row["closing"], row["batch"]) == (method, closing, batch))
+def small_rows(data: str = "digits") -> list[Row]:
+    """Records of true small batches. The first ones, of digits, do not name their data."""
+    return [row for row in read(SMALL) if row.get("data", "digits") == data]
+
+
+def small(method: str, closing: float | None, batch: int, mode: str = "population", data: str = "digits") -> Scores:
+    key = method, closing, batch
+    rows = (row for row in small_rows(data) if (row["method"], row["closing"], row["batch"]) == key)
     return {row["seed"]: row["accuracy"][mode] for row in rows if "accuracy" in row}
 
 

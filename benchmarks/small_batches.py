@@ -1,15 +1,21 @@
-"""True small batches: the gradient batch is the statistics batch, 1, 2 or 4 examples of digits.
+"""True small batches: the gradient batch is the statistics batch, 1, 2 or 4 examples.
 
-    python benchmarks/small_batches.py           # an hour on two cores; can be interrupted
+    python benchmarks/small_batches.py                        # digits: an hour on two cores; can be interrupted
+    python benchmarks/small_batches.py --data cifar10         # CIFAR-10, shortened: two hours
 
-Every run has 900 steps, which is one epoch per example of the batch, of SGD with Nesterov momentum 0.9 and a cosine
-schedule. The learning rate is 0.006 times the root of the batch. A record contains the test accuracy in %, on 896
-images. `closing` is the share of training at which a closing phase begins. It is complete 0.3 later.
+Runs use SGD with Nesterov momentum 0.9 and a cosine schedule. A record contains the test accuracy in %. `closing` is
+the share of training at which a closing phase begins. It is complete 0.3 later.
+
+| data | network | training images | test images | steps | learning rate |
+| --- | --- | --: | --: | --- | --- |
+| digits | digits-net | 900 | 896 | 900 for every batch | 0.006 times the root of the batch |
+| CIFAR-10 | ResNet-20 | 4,000 | 2,000 | 4 epochs | 0.1 / 128 times the batch |
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -22,43 +28,65 @@ from kalmannorm.lab.training.train import train
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "small-batches.jsonl"
-FORMS: list[tuple[str, float | None]] = [
-    ("bkn", 0.3),
-    ("bn", None),
-    ("gn", None),
-    ("bkn", None),
-    ("mabn", None),
-    ("on", None),
-    ("bn", 0.3),
-    ("gn-ws", None),
-]
+Form = tuple[str, float | None]
+FORMS: dict[str, list[Form]] = {
+    "digits": [
+        ("bkn", 0.3),
+        ("bn", None),
+        ("gn", None),
+        ("bkn", None),
+        ("mabn", None),
+        ("on", None),
+        ("bn", 0.3),
+        ("gn-ws", None),
+    ],
+    "cifar10": [("bkn", 0.3), ("bn", None), ("gn", None), ("mabn", None)],
+}
+"""Methods by data, each with the start of its closing phase."""
+SEEDS = {"digits": 3, "cifar10": 1}
 
 
-def recipe_of(method: str, closing: float | None, batch: int, seed: int) -> Recipe:
-    rate = 0.006 * math.sqrt(batch)
-    return Recipe(
-        method=method, gradient_batch=batch, statistics_batch=batch, epochs=batch, learning_rate=rate, seed=seed,
-        evaluate_every=0, closing_start=closing,
+def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
+    method, closing = form
+    shared = Recipe(
+        method=method, gradient_batch=batch, statistics_batch=batch, seed=seed, evaluate_every=0, closing_start=closing
+    )
+    if data == "digits":
+        return dataclasses.replace(shared, epochs=batch, learning_rate=0.006 * math.sqrt(batch))
+    return dataclasses.replace(
+        shared, model="cifar-resnet-20", dataset="cifar10", epochs=4, learning_rate=0.1 * batch / 128,
+        train_examples=4000, test_examples=2000, channels_last=True,
     )  # fmt: skip
+
+
+def key_of(data: str, form: Form, batch: int, seed: int) -> str:
+    method, closing = form
+    words = f"{method} | closing={closing} | batch={batch} | seed={seed}"
+    return words if data == "digits" else f"{data} | {words}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", choices=FORMS, default="digits")
+    parser.add_argument("--seeds", type=int, help="3 for digits, 1 for CIFAR-10 unless given")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 2, 1])
     parser.add_argument("--runs", type=Path, default=HERE.parent / "runs" / "small-batches", help="folder of the runs")
     options = parser.parse_args()
+    data = options.data
     lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.is_file() else []
     done = {json.loads(line)["key"] for line in lines}
-    for seed in range(options.seeds):
+    for seed in range(SEEDS[data] if options.seeds is None else options.seeds):
         for batch in options.batches:
-            for method, closing in FORMS:
-                key = f"{method} | closing={closing} | batch={batch} | seed={seed}"
+            for form in FORMS[data]:
+                method, closing = form
+                key = key_of(data, form, batch, seed)
                 if key in done:
                     continue
-                recipe = recipe_of(method, closing, batch, seed)
-                row: dict[str, Any] = {"key": key, "method": method, "closing": closing, "batch": batch, "seed": seed}
+                recipe = recipe_of(data, form, batch, seed)
+                row: dict[str, Any] = {
+                    "key": key, "data": data, "method": method, "closing": closing, "batch": batch, "seed": seed
+                }  # fmt: skip
                 try:
                     result = train(
                         recipe,
