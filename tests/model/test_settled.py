@@ -16,6 +16,7 @@ from kalmannorm._model.graphed.state import ModelState
 from kalmannorm._norms import grouped
 from kalmannorm._norms.closing import Target, normalize_closing
 from kalmannorm._norms.settled import normalize_settled
+from kalmannorm._running import short_way
 from kalmannorm._support.changes import Changes
 from support.closing_definition import F64, at, by_definition
 
@@ -76,11 +77,15 @@ def runs(monkeypatch):
     """The number of forwards that ran the settled way."""
     counted = []
 
-    def counting(*args, **kwargs):
-        counted.append(1)
-        return normalize_settled(*args, **kwargs)
+    def counts(original):
+        def counting(*args, **kwargs):
+            counted.append(1)
+            return original(*args, **kwargs)
 
-    monkeypatch.setattr(grouped, "normalize_settled", counting)
+        return counting
+
+    for way in (grouped, short_way):
+        monkeypatch.setattr(way, "normalize_settled", counts(way.normalize_settled))
     return counted
 
 
@@ -321,6 +326,7 @@ def test_an_earlier_state_unsettles():
 def test_graphs_and_prepared_steps_notice():
     """A graph serves one version of the settings, and prepared decisions expire when norms change."""
     model = converted()
+    model(images(0)[0])  # the first forward on the short way adds attributes
     phase = ClosingPhase(model, 4, start=0.0, end=0.5)
     state, versions, counts = ModelState(model), [], []
     for number in range(4):

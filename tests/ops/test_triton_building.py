@@ -23,9 +23,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kalmannorm import convert, fuse
+from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._ops import dispatch, plain, triton_building, triton_launching
-from kalmannorm._ops.normalize import registered, triton_learned, triton_rows, triton_run
+from kalmannorm._ops.normalize import (
+    registered,
+    triton_learned,
+    triton_rows,
+    triton_run,
+    triton_settled_rows,
+    triton_settled_run,
+)
 from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.triton_building import Wanted, build, jobs_of, missing, workers_for
@@ -59,6 +66,7 @@ def _gpu(monkeypatch, tmp_path):
     driver.set_active(StandIn())
     monkeypatch.setattr(triton_launching, "launch_options", lambda device: OPTIONS)
     monkeypatch.setattr(triton_run, "launch_options", lambda device: OPTIONS)
+    monkeypatch.setattr(triton_settled_run, "launch_options", lambda device: OPTIONS)
     monkeypatch.setattr(triton_predict, "launch_options", lambda device: OPTIONS)
     forget()
     yield
@@ -94,6 +102,7 @@ def use_kernels(monkeypatch):
     monkeypatch.setattr(prior_bundles, "runner", lambda *_: triton_bundle)
     monkeypatch.setattr(first_step, "runner", lambda *_: triton_bundle)
     monkeypatch.setattr(first_step, "row_kernels_for", lambda *_: triton_rows.TritonRows)
+    monkeypatch.setattr(first_step, "settled_row_kernels_for", lambda *_: triton_settled_rows.TritonSettledRows)
     monkeypatch.setattr(first_step, "learned_kernels_for", lambda *_, **__: triton_learned.TritonLearned)
 
 
@@ -129,9 +138,11 @@ def named(launches):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
 @pytest.mark.parametrize(("batch", "size"), [(2, 16), (6, 40)], ids=["example", "larger"])
-@pytest.mark.parametrize("transition", ["weights", "learned"])
-def test_the_kernels_of_a_step_are_predicted(transition, batch, size, last, fused, head, monkeypatch):
+@pytest.mark.parametrize(("transition", "settled"), [("weights", False), ("learned", False), ("weights", True)])
+def test_the_kernels_of_a_step_are_predicted(transition, settled, batch, size, last, fused, head, monkeypatch):
     model = net(fused, head, transition)
+    if settled:
+        ClosingPhase(model, 10, start=0, end=0)
     use_kernels(monkeypatch)
     layout = torch.channels_last if last else torch.contiguous_format
     model, x = model.to(memory_format=layout), torch.randn(batch, 3, size, size).contiguous(memory_format=layout)

@@ -14,7 +14,7 @@ import torchvision
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 
 import kalmannorm
-from kalmannorm import convert, fuse
+from kalmannorm import ClosingPhase, convert, fuse
 from support.short_way import count_short, use_kernels_on_the_cpu
 
 pytest.importorskip("triton")
@@ -89,6 +89,20 @@ def test_calls_of_a_step_with_learned_transitions(rank, most, monkeypatch):
     assert len(taken) == 3 * NORMS
     found = calls_of(lambda: steps(model, x))
     assert sum(found.values()) <= most * NORMS, sum(found.values()) / NORMS
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")
+def test_calls_of_a_step_at_the_end_of_a_closing_phase(monkeypatch):
+    """As above, with the step of the phase. It was 626 per norm on the long way, ."""
+    x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
+    model = resnet50(x)
+    phase = ClosingPhase(model, 100, start=0, end=0)
+    with monkeypatch.context() as patch:
+        taken = count_short(patch)
+        steps(model, x, 3)
+        phase.step()
+    assert len(taken) == 3 * NORMS
+    assert sum(calls_of(lambda: (steps(model, x), phase.step())).values()) <= 165 * NORMS
 
 
 @pytest.mark.filterwarnings("ignore:kalmannorm")

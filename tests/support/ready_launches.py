@@ -16,6 +16,7 @@ def forget():
         triton_run.reducing,
         triton_settled_run.forward_launches,
         triton_settled_run.backward_launch,
+        triton_settled_run.sums_launch,
         triton_predict.launches_of,
         triton_launching.ready,
     ):

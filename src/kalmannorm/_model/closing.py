@@ -136,13 +136,13 @@ class ClosingPhase:
     def _set_strength(self) -> None:
         if not self.begun:
             return
+        strength = self.strength
         for norm in self._norms:
             norm.begin_closing()
-            norm.closing.present = self.present
-            norm.settle_closing(self.strength == 1)
+            norm.settle_closing(strength == 1, self.present)
         for states in self._states():
             one = torch.ones_like(states[0].strength)
-            torch._foreach_copy_([state.strength for state in states], [one * self.strength] * len(states))
+            torch._foreach_copy_([state.strength for state in states], [one * strength] * len(states))
             if self.scaler is not None:
                 torch._foreach_copy_([state.scale for state in states], [self.scaler.scale(one)] * len(states))
 

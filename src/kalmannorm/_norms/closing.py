@@ -65,7 +65,7 @@ class ClosingState(nn.Module):
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.settled = False
+        self.present, self.settled = 0.0, False
         self.register_buffer("strength", torch.zeros((), device=device, dtype=dtype))
         self.register_buffer("averages", torch.zeros(channels, 3, device=device, dtype=dtype))
         self.register_buffer("scale", torch.ones((), device=device, dtype=dtype), persistent=False)

@@ -177,11 +177,20 @@ class GroupedNorm(TrackedNorm):
             self.closing = ClosingState(self.num_features, like.device, like.dtype)
             self.closes = True
 
-    def settle_closing(self, settled: bool) -> None:
-        """Say whether the strength λ is 1. Then the norm runs another way: see `_norms/settled.py`."""
-        if self.closing.settled != settled:
+    def settle_closing(self, settled: bool, present: float | None = None) -> None:
+        """Say whether the strength λ is 1, and set κ. Then the norm runs another way: see `_norms/settled.py`."""
+        closing = self.closing
+        present = closing.present if present is None else present
+        if closing.settled != settled:
             self._expire()
-            self.closing.settled = settled
+            closing.settled = settled
+        if closing.present != present:
+            self._expire()
+            closing.present = present
+
+    def runs_settled(self) -> bool:
+        """Whether a training forward normalizes with running statistics alone."""
+        return self.closes and self.closing.settled and not self.closing.present
 
     def end_closing(self) -> None:
         """Remove the state of a closing phase."""

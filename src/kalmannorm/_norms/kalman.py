@@ -41,6 +41,7 @@ _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
 _STEPS = {
     "_forward", "_forward_train", "_predict", "_train_alone", "_normalize", "_affine", "_idle",
     "_track_batch", "_tracking_request", "_track", "_pool", "_updated", "_update_statistics",
+    "_normalize_closing", "_target", "_settled_closing", "_drawn_to",
 }  # fmt: skip
 
 
@@ -411,14 +412,15 @@ class BatchKalmanNorm(GroupedNorm):
         previous: Moments | None = self.wire.previous(call, x)
         return previous
 
-    def takes_short_way(self, predicts: bool = False) -> bool:
+    def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
         """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`).
 
-        `predicts`: it also computes its prior from a posterior, with a learned transition.
+        `predicts`: it also computes its prior from a posterior, with a learned transition. `settled`: it is at the end
+        of a closing phase, and normalizes with running statistics.
         """
         diagonal = self.covariance == "diagonal" and (self.transition is not None) == predicts
         alone = self.gain_logit is not None or not self._unused()
-        return diagonal and alone and self.training and not self.frozen and not self.closes
+        return diagonal and alone and self.training and not self.frozen and self.closes == settled
 
     def has_usual_steps(self) -> bool:
         """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""

@@ -15,6 +15,7 @@ from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.normalize import aten, aten_settled, native
 from kalmannorm._ops.normalize.aten_learned import AtenLearned
 from kalmannorm._ops.normalize.aten_rows import AtenRows
+from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
 from kalmannorm._ops.normalize.native_learned import NativeLearned
 from kalmannorm._ops.normalize.native_rows import NativeRows
 from kalmannorm._ops.plain import PLAIN
@@ -64,6 +65,15 @@ def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
     from kalmannorm._ops.normalize.triton_rows import TritonRows
 
     return TritonRows
+
+
+def settled_row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
+    """As `row_kernels_for`, for a settled norm."""
+    if kernels_for(x, statistics_batch_size) in (aten, native):
+        return AtenSettledRows if x.device.type == "cpu" else None
+    from kalmannorm._ops.normalize.triton_settled_rows import TritonSettledRows
+
+    return TritonSettledRows
 
 
 def learned_kernels_for(x: Tensor, statistics_batch_size: int, inputs: int) -> type | None:

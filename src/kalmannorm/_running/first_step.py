@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.dispatch import learned_kernels_for, on_device_of, row_kernels_for
+from kalmannorm._ops.dispatch import learned_kernels_for, on_device_of, row_kernels_for, settled_row_kernels_for
 from kalmannorm._ops.propagate.rows import spread
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.layouts import Layout
@@ -28,14 +28,17 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def build(bundles: PriorBundles, model: nn.Module | None, call: int, x: Tensor, context: Context) -> None:
-    """Build the kernels of a training step of the model, once. `x` is the input of the norm with this call."""
+    """Build the kernels of a training step of the model. `x` is the input of the norm with this call.
+
+    This is done once, and once more for settled norms, which have other kernels.
+    """
     if not x.is_cuda or not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
         return
     bundles.update(context)
     norm: Any = next((each.norm.module() for each in bundles.calls if each.identity == call), None)
     if norm is None or not norm.training:
         return
-    bundles.kernels_built = True
+    bundles.kernels_built.add(norm.runs_settled())
     try:
         from kalmannorm._ops import triton_building
 
@@ -135,7 +138,12 @@ def _of_norms(
         options: dict[str, Any] = {}
         if learned:
             options["inputs"] = 0 if norm.transition is None else norm.prior_features
-        kind: Any = (learned_kernels_for if learned else row_kernels_for)(x, norm.statistics_batch_size or 0, **options)
+        kernels_for: Any = learned_kernels_for if learned else row_kernels_for
+        if norm.runs_settled():
+            if learned:
+                continue
+            kernels_for = settled_row_kernels_for
+        kind: Any = kernels_for(x, norm.statistics_batch_size or 0, **options)
         if kind is None:
             continue
         kernels = kind(

@@ -89,7 +89,7 @@ class PriorBundles:
         self.of_call: dict[int, int] = {}
         self.cached: dict[int, _Cached] = {}
         self.built = False
-        self.kernels_built = False  # whether the kernels of a training step were looked for
+        self.kernels_built = set[bool]()  # for settled norms or others: the kernels of a step were looked for
         self.lock = threading.Lock()
 
     @classmethod

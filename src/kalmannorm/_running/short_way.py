@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kalmannorm._groups import lone_last, statistics_dtype
-from kalmannorm._ops.dispatch import row_kernels_for
+from kalmannorm._ops.dispatch import row_kernels_for, settled_row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
+from kalmannorm._ops.normalize.settled_rows import normalize_settled
 from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.layouts import Layout
@@ -66,17 +67,25 @@ class Place:
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
         self.changes = -1  # the value of `Changes.count` for which `usable` holds
-        self.usable = self.tracks = False
+        self.usable = self.tracks = self.settled = False
         self.all_kernels: dict[Any, dict[Any, RowKernels | None]] = {}  # for each statistics batch and eps
         self.kernels: dict[Any, RowKernels | None] = {}  # for those of now
         self.fitting: Any = None  # tensors of a learned transition that fit, and their addresses
 
-    def check(self, norm: Any, moments: Tensor) -> None:
-        """Find out whether the norm, with its settings of now, can take the short way, and track these moments."""
+    def check(self, norm: Any, moments: Tensor, may_settle: bool) -> None:
+        """Find out whether the norm, with its settings of now, can take the short way, and track these moments.
+
+        `may_settle`: also if it is settled.
+        """
         self.tracks, self.changes = norm.track_running_stats, Changes.count
-        usual = norm.takes_short_way(self.call.predicts) and norm._ranks.choice is None and norm.has_usual_steps()
+        self.settled = may_settle and norm.runs_settled()
+        takes = norm.takes_short_way(self.call.predicts, self.settled)
+        usual = takes and norm._ranks.choice is None and norm.has_usual_steps()
         self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
-        self.kernels = self.all_kernels.setdefault((norm.statistics_batch_size, norm.eps, norm.prior_features), {})
+        if self.settled:  # kernels read these buffers from their addresses on
+            self.usable &= norm.running_mean.is_contiguous() and norm.running_var.is_contiguous()
+        settings = norm.statistics_batch_size, norm.eps, norm.prior_features, self.settled
+        self.kernels = self.all_kernels.setdefault(settings, {})
 
 
 class ShortPart:
@@ -122,6 +131,16 @@ class Block:
         self.memory = Memory(self.moments, Scratch())
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
+        self.expected: dict[int, Tensor] = {}  # by index of a settled norm: averages of gradients, in units of the loss
+
+    def averages(self, index: int) -> Tensor:
+        """The averages of gradients of a settled norm. Those of all norms are scaled together."""
+        if index not in self.expected:
+            norms = {place.index: norm for place in self.part.places.values() if (norm := _closing(place)) is not None}
+            states = [norm.closing for norm in norms.values()]
+            scaled = torch._foreach_mul([state.averages for state in states], [state.scale for state in states])
+            self.expected = dict(zip(norms, scaled, strict=True))
+        return self.expected[index]
 
 
 def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:
@@ -177,7 +196,7 @@ class ShortForward:
             return None
         number = self.bundles.of_call.get(call, -1)
         if number not in self.blocks:
-            block = self._block(call, target, x)  # may build the bundles
+            block = self._block(call, target, norm, x)  # may build the bundles
             number = self.bundles.of_call.get(call, -1)
             self.blocks[number] = block
         block = self.blocks[number]
@@ -189,7 +208,7 @@ class ShortForward:
         place = block.part.places[call]
         index = place.index
         if place.changes != Changes.count:
-            place.check(norm, block.moments)
+            place.check(norm, block.moments, not self.bundles.learned)
         if index in block.ran or not place.usable:
             return None
         if residual is not None and residual.__class__ is not Tensor:
@@ -227,6 +246,13 @@ class ShortForward:
     ) -> Tensor | None:
         """The result of prepared kernels. None if the norm must take the long way."""
         index, region = place.index, segment if norm.rebuilds else None
+        if place.settled:
+            if norm.rebuilds or segment is not OUTSIDE:
+                return None
+            running = norm.running_mean, norm.running_var
+            start, averages = block.layout.starts[index], block.averages(index)
+            given = x, block.rows[index], residual, norm.closing.probe, kernels, block.memory, start
+            return normalize_settled(*given, running, averages)
         return normalize(x, block.rows[index], residual, kernels, block.memory, block.layout.starts[index], region)
 
     def _again(self, place: Place, block: Block, kernels: Any) -> Callable[[Tensor, Tensor | None, Any], Tensor]:
@@ -235,9 +261,10 @@ class ShortForward:
         return lambda x, residual, region: normalize(x, rows, residual, kernels, memory, start, region)
 
     def _prepare(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, block: Block) -> RowKernels | None:
-        return prepare(norm, x, residual, relu, block, row_kernels_for)
+        kernels_for = settled_row_kernels_for if norm.runs_settled() else row_kernels_for
+        return prepare(norm, x, residual, relu, block, kernels_for)
 
-    def _block(self, call: int, target: int | None, x: Tensor) -> Block | None:
+    def _block(self, call: int, target: int | None, norm: Any, x: Tensor) -> Block | None:
         """Compute the bundle of a call, and memory for the moments of its norms."""
         if row_kernels_for(x, 0) is None or not closed.applicable():
             return None
@@ -247,7 +274,7 @@ class ShortForward:
         dtype = statistics_dtype(x)
         context = Context(x.device, dtype, {}, x.shape[0])
         with unseen():
-            if not self.bundles.kernels_built:
+            if norm.runs_settled() not in self.bundles.kernels_built:
                 first_step.build(self.bundles, None if self.model is None else self.model.module(), call, x, context)
             self.bundles.fill(call, target, context, results)
         number = self.bundles.of_call.get(call)
@@ -301,6 +328,12 @@ def prepare(
     options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
     kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
+
+
+def _closing(place: Place) -> Any:
+    """The norm of a place, if it is in a closing phase."""
+    norm: Any = place.call.norm.module()
+    return norm if norm is not None and norm.closes else None
 
 
 def _track(block: Block) -> None:

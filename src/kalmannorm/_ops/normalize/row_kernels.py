@@ -50,6 +50,37 @@ class RowKernels(Protocol):
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
+SettledGradients = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Gradients of x, of the rows (5, G, C), of the residual, and of the probe (C, 3)."""
+
+
+class SettledRowKernels(RowKernels, Protocol):
+    """One settled norm on x of one shape, prepared: see `triton_settled_rows.py`."""
+
+    def settle(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        residual: Tensor | None,
+        running: tuple[Tensor, Tensor],
+        memory: Memory,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
+        """y, and what the backward needs of the running statistics: m and ρ, (2, C). Writes the moments."""
+
+    def differentiate(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        rows: Tensor,
+        kept: Tensor,
+        averages: Tensor,
+        memory: Memory,
+        start: int,
+    ) -> SettledGradients: ...
+
+
 Transition = tuple[Tensor, Tensor, Tensor]
 """What a learned transition reads: the posterior of the norm before (2, G, P), the matrix A (C, P) and the noise r."""
 Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -16,7 +16,7 @@ from kalmannorm._ops.normalize import triton_settled as kernels
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs, SettledResults
 from kalmannorm._ops.normalize.tiling import Launch, Shape, observing, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, laid_out, pair, partial_sums, rooms_for, tile_of
-from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options, ready
+from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options
 
 
 def whole(how: Launch) -> bool:
@@ -74,7 +74,7 @@ def forward_launches(
 def backward(given: SettledGrads) -> list[Tensor]:
     x, y, weight, bias = given.x, given.y, given.weight, given.bias
     shape = shape_of(x, given.statistics_batch_size)
-    G, C = shape.groups, shape.C
+    C = shape.C
     how = observing(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
     filtered = given.prior_mean, given.prior_var, given.gain
     parameters, row_strides = laid_out(weight, bias, *filtered)
@@ -91,15 +91,12 @@ def backward(given: SettledGrads) -> list[Tensor]:
 
     d_weight, d_bias = (torch.empty(each.shape, device=x.device, dtype=torch.float32) for each in (weight, bias))
     collected = torch.empty((C, 3), device=x.device, dtype=torch.float32)
-    per_group = [each.dim() == 2 and each.shape[0] > 1 for each in (weight, bias)]
+    per_group = weight.dim() == 2 and weight.shape[0] > 1, bias.dim() == 2 and bias.shape[0] > 1
     summing = [room for room in rooms if room.sums_rows]
-    jobs, BC = 2 + len(summing) + (G if any(per_group) else 0), 16
-    options = {"K": how.K, "BG": min(power(how.splits * G * how.K), 64), "BS": how.merged, "BC": BC}
-    options |= {"COUNT": len(summing), "WEIGHT_ROWS": per_group[0], "BIAS_ROWS": per_group[1]}
     missing = [None] * (3 - len(summing))
-    ready(kernels.settled_sums_kernel, (jobs * blocks_of(C, BC),), x.device, **options)(
+    sums_launch(shape, how, x.device, len(summing), per_group)(
         partial, given.rho, d_weight, d_bias, collected,
-        *[room.rows for room in summing], *missing, *[room.result for room in summing], *missing, G, C, how.splits,
+        *[room.rows for room in summing], *missing, *[room.result for room in summing], *missing,
     )  # fmt: skip
     gradients = [dx, d_weight, d_bias, collected]
     if given.residual:
@@ -133,3 +130,13 @@ def backward_launch(
     }
     grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
     return Ready(kernels.settled_backward_kernel, grid, numbers, options)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def sums_launch(shape: Shape, how: Launch, device: torch.device, summed: int, per_group: tuple[bool, bool]) -> Ready:
+    """Sums of shares, and of the rows of `summed` parameters. `per_group`: whether γ and β get a row for each group."""
+    G, C, BC = shape.groups, shape.C, 16
+    jobs = 2 + summed + (G if any(per_group) else 0)
+    options = {"K": how.K, "BG": min(power(how.splits * G * how.K), 64), "BS": how.merged, "BC": BC}
+    options |= {"COUNT": summed, "WEIGHT_ROWS": per_group[0], "BIAS_ROWS": per_group[1]} | launch_options(device)
+    return Ready(kernels.settled_sums_kernel, (jobs * blocks_of(C, BC),), (G, C, how.splits), options)

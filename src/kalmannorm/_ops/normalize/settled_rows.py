@@ -1,0 +1,67 @@
+"""The autograd node of a settled norm on the short way. Its parameters are one tensor of rows, as in `rows.py`.
+
+A settled norm is at the end of its closing phase: see `_norms/settled.py`. The gradient is that of no function, so
+there is no second derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kalmannorm._ops.normalize import registered_settled
+from kalmannorm._ops.normalize.aten_settled_rows import through_the_op
+from kalmannorm._ops.normalize.registered import watched
+from kalmannorm._ops.normalize.row_kernels import Memory, SettledRowKernels
+
+
+class Settle(torch.autograd.Function):
+    """y from x, rows (5, G, C), a residual and the probe. The moments are written into memory that many norms share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, probe: Tensor, run: Any) -> Tensor:
+        kernels, memory, start, running, averages = run
+        y, kept = kernels.settle(x, rows, residual, running, memory, start)
+        ctx.run = kernels, memory.scratch, start
+        # As in `rows.py`: a backward frees what was saved, even if the graph lives on.
+        ctx.save_for_backward(x, rows, memory.moments, kept, averages, y if kernels.keeps_output else None)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        kernels, scratch, start = ctx.run
+        x, rows, moments, kept, averages, y = ctx.saved_tensors
+        if grad_y.__class__ is not Tensor or watched(x):
+            observation = kernels.moments(moments, start)[2:]
+            given = kernels, grad_y, x, y, rows, kept, averages, observation
+            gradients = through_the_op(*given, registered_settled.backward)
+        else:
+            memory = Memory(moments, scratch)
+            gradients = kernels.differentiate(grad_y, x, y, rows, kept, averages, memory, start)
+            if start == 0:  # the first norm of the bundle, so the last of its backward
+                scratch.memory = None
+        return *gradients, None
+
+
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, Settle).apply
+"""`Settle.apply` without its checks for `torch.func`. The caller has made them."""
+
+
+def normalize_settled(
+    x: Tensor,
+    rows: Tensor,
+    residual: Tensor | None,
+    probe: Tensor,
+    kernels: SettledRowKernels,
+    memory: Memory,
+    start: int,
+    running: tuple[Tensor, Tensor],
+    averages: Tensor,
+) -> Tensor:
+    """y. `running` are mean and variance, `averages` the expected sums in units of this loss, all of this forward."""
+    return _apply(x, rows, residual, probe, (kernels, memory, start, running, averages))

@@ -1,0 +1,235 @@
+"""A settled norm with Triton kernels on the short way, with the interface of `row_kernels.py`.
+
+As in `triton_rows.py`, everything that does not change from step to step is prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.grid import processors_of
+from kalmannorm._ops.normalize.row_kernels import Memory, SettledGradients
+from kalmannorm._ops.normalize.tiling import observing, shape_of
+from kalmannorm._ops.normalize.triton_rows import NOTHING, Shares, Step, aligned, direct, run
+from kalmannorm._ops.normalize.triton_run import RowStrides
+from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, whole
+from kalmannorm._ops.propagate.bundle import ROWS
+from kalmannorm._ops.triton_launching import ALIGNED, Direct
+
+
+class TritonSettledRows:
+    """The launches of one settled norm. `pitch` is the number of values from one of the five rows to the next."""
+
+    def __init__(self, x: Tensor, size: int, eps: float, *, residual: bool, relu: bool, pitch: int) -> None:
+        shape = shape_of(x, size)
+        processors, wide = processors_of(x), x.dtype == torch.float32
+        self.groups, self.channels = shape.groups, shape.C
+        self.values = x.numel() // shape.C  # per channel
+        self.index = x.device.index
+        self.strides, self.size, self.eps = x.stride(), size, eps
+        self.relu, self.residual, self.keeps_output = relu, residual, residual and relu
+        self.masked = relu and not residual
+        rows = RowStrides(0, 0, 0, 0, 1)  # all groups have the same
+        how = observing(shape, processors, residual=residual, wide=wide)
+        self.forward_launches = forward_launches(shape, how, x.device, rows, eps, relu, residual)
+        self.forward_scratch = None if whole(how) else Shares(shape.groups, how.splits, how.K, shape.C)
+        how = observing(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
+        self.backward_launches = (
+            backward_launch(shape, how, x.device, rows, relu, self.keeps_output, (False, False)),
+            sums_launch(shape, how, x.device, 0, (True, True)),
+        )
+        self.backward_scratch = Shares(shape.groups, how.splits, how.K, shape.C)
+        self.step = shape.groups * shape.C
+        self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
+        self.forward_direct: tuple[Direct, ...] = ()
+        self.backward_direct: tuple[Direct, ...] = ()
+        self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
+
+    def settle(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        residual: Tensor | None,
+        running: tuple[Tensor, Tensor],
+        memory: Memory,
+        start: int,
+    ) -> tuple[Tensor, Tensor]:
+        y, kept = torch.empty_like(x), memory.moments.new_empty((2, self.channels))
+        launches = self.forward_direct
+        x_at, y_at, rows_at = x.data_ptr(), y.data_ptr(), rows.data_ptr()
+        residual_at = None if residual is None else residual.data_ptr()
+        mean_at, var_at = running[0].data_ptr(), running[1].data_ptr()
+        odd = (x_at | y_at | mean_at | var_at | (residual_at or 0)) % ALIGNED
+        if not launches or odd or rows_at % ALIGNED != self.rows_offset:
+            self._settle(x, y, rows, residual, running, kept, memory.moments, start)
+            return y, kept
+        step, pitch = self.step_bytes, self.pitch_bytes
+        mean, centre = memory.moments.data_ptr() + 4 * start, kept.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        filtered = rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch
+        moments = mean, mean + step, mean + 2 * step, mean + 3 * step
+        partial = count = None
+        if self.forward_scratch is not None:
+            partial = memory.scratch.of(memory.moments, self.forward_scratch.values)
+            count = partial + self.forward_scratch.sums
+        launches[0](
+            stream, x_at, y_at, residual_at, partial, count, rows_at, rows_at + pitch, *filtered, mean_at, var_at,
+            centre, centre + 4 * self.channels, *moments,
+        )  # fmt: skip
+        if self.forward_scratch is not None:
+            launches[1](stream, partial, count, *filtered, *moments)
+        return y, kept
+
+    def _settle(
+        self,
+        x: Tensor,
+        y: Tensor,
+        rows: Tensor,
+        residual: Tensor | None,
+        running: tuple[Tensor, Tensor],
+        kept: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> None:
+        """The forward through checked launches, which build the kernels."""
+        given = self._forward_arguments(x, y, rows, residual, running, kept, moments, start)
+        run(self.forward_launches, given)
+        if aligned(x, y, residual, *running):
+            self.forward_direct = direct(self.forward_launches, given)
+            self.rows_offset = rows.data_ptr() % ALIGNED
+
+    def _forward_arguments(
+        self,
+        x: Tensor,
+        y: Tensor,
+        rows: Tensor,
+        residual: Tensor | None,
+        running: tuple[Tensor, Tensor],
+        kept: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> list[tuple[Tensor | None, ...]]:
+        """The arguments of each launch of a forward."""
+        weight, bias, *filtered = rows.unbind(0)
+        own = self.moments(moments, start)
+        partial = count = None
+        if self.forward_scratch is not None:
+            partial, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
+        given: list[tuple[Tensor | None, ...]] = [
+            (x, y, residual, partial, count, weight, bias, *filtered, *running, *kept, *own)
+        ]
+        if self.forward_scratch is not None:
+            given.append((partial, count, *filtered, *own))
+        return given
+
+    def differentiate(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        rows: Tensor,
+        kept: Tensor,
+        averages: Tensor,
+        memory: Memory,
+        start: int,
+    ) -> SettledGradients:
+        if grad_y.stride() != self.strides:
+            grad_y = torch.empty_like(x).copy_(grad_y)
+        dx = torch.empty_like(x)
+        d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
+        collected = memory.moments.new_empty((self.channels, 3))
+        d_residual = torch.empty_like(x) if self.keeps_output else None
+        launches = self.backward_direct
+        grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
+        averages_at, y_at = averages.data_ptr(), None if y is None else y.data_ptr()
+        d_residual_at = None if d_residual is None else d_residual.data_ptr()
+        odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
+        if not launches or odd or rows_at % ALIGNED != self.rows_offset:
+            self._differentiate(
+                grad_y, x, y, dx, d_residual, rows, kept, averages, d_rows, collected, memory.moments, start
+            )
+        else:
+            step, pitch = self.step_bytes, self.pitch_bytes
+            seen, d_weight = memory.moments.data_ptr() + 4 * start + 2 * step, d_rows.data_ptr()
+            centre = kept.data_ptr()
+            rho = centre + 4 * self.channels
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            sums = memory.scratch.of(memory.moments, self.backward_scratch.values)
+            launches[0](
+                stream, grad_at, x_at, y_at, dx_at, d_residual_at, sums,
+                rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
+                centre, rho, averages_at, seen, seen + step, *NOTHING,
+                d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step,
+            )  # fmt: skip
+            launches[1](stream, sums, rho, d_weight, d_weight + step, collected.data_ptr(), *NOTHING, None, None)
+        return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None, collected
+
+    def _differentiate(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        dx: Tensor,
+        d_residual: Tensor | None,
+        rows: Tensor,
+        kept: Tensor,
+        averages: Tensor,
+        d_rows: Tensor,
+        collected: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> None:
+        """The backward through checked launches, which build the kernels."""
+        given = self._backward_arguments(
+            grad_y, x, y, dx, d_residual, rows, kept, averages, d_rows, collected, moments, start
+        )
+        run(self.backward_launches, given)
+        if aligned(grad_y, x, y, dx, d_residual, averages):
+            self.backward_direct = direct(self.backward_launches, given)
+
+    def _backward_arguments(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        dx: Tensor,
+        d_residual: Tensor | None,
+        rows: Tensor,
+        kept: Tensor,
+        averages: Tensor,
+        d_rows: Tensor,
+        collected: Tensor,
+        moments: Tensor,
+        start: int,
+    ) -> list[tuple[Tensor | None, ...]]:
+        """The arguments of each launch of a backward."""
+        sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
+        d_weight, d_bias, *d_filtered = d_rows.unbind(0)
+        seen = self.moments(moments, start)[2:]
+        return [
+            (grad_y, x, y, dx, d_residual, sums, *rows.unbind(0), *kept, averages, *seen, *NOTHING, *d_filtered),
+            (sums, kept[1], d_weight, d_bias, collected, *NOTHING, None, None),
+        ]
+
+    def launches_of_step(self, like: Tensor, rows: Tensor, moments: Tensor, start: int) -> Iterator[Step]:
+        """The launches of a forward and of its backward, on tensors without memory. `like` has the form of x."""
+        residual, masks = like if self.residual else None, like if self.keeps_output else None
+        d_rows, kept = torch.empty(rows.shape, device=rows.device), rows.new_empty((2, self.channels))
+        averages, running = rows.new_empty((self.channels, 3)), (rows.new_empty(self.channels),) * 2
+        yield (
+            self.forward_launches,
+            self._forward_arguments(like, like, rows, residual, running, kept, moments, start),
+        )
+        yield (
+            self.backward_launches,
+            self._backward_arguments(
+                like, like, masks, like, masks, rows, kept, averages, d_rows, averages, moments, start
+            ),
+        )
+
+    def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Mean and variance of the posterior, then of the observation, each (G, C)."""
+        return moments.view(-1)[start : start + 4 * self.step].view(4, self.groups, self.channels).unbind(0)

@@ -1,0 +1,257 @@
+"""Tests of settled norms on the short way, for two modules: one runs them with PyTorch's operations, one with kernels.
+
+A norm is settled at the end of its closing phase, where it normalizes with running statistics.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from kalmannorm import ClosingPhase, fuse
+from kalmannorm._model.settings import norms
+from support import short_way_cases as cases
+from support.bundled_nets import IMAGE, Blocks, Branches
+from support.poisoned import DEVICE, poison
+from support.short_way import count_short, the_long_way
+from support.wide import narrow
+
+
+def settle(model, **options):
+    """End a closing phase at once, with statistics and averages of gradients as after some steps."""
+    phase = ClosingPhase(model, 100, start=0, end=0, process_group=None, **options)
+    rng = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, norm in norms(model):
+            drawn = [torch.randn(norm.num_features, generator=rng) for _ in range(4)]
+            norm.running_mean.copy_(0.3 * drawn[0])
+            norm.running_var.copy_(drawn[1].exp())
+            norm.closing.averages.copy_(torch.stack([*drawn[2:], torch.full_like(drawn[0], 7)], 1))
+    return phase
+
+
+def small():
+    model, x = cases.small()
+    return model, x, settle(model)
+
+
+def own_step(model, x):
+    """As that of the cases of the short way, with the gradients that the phase collects."""
+    for _, norm in norms(model):
+        norm.forget_gradients()
+    found = cases.own_step(model, x)
+    probes = {f"probe {name}": norm.closing.probe.grad.clone() for name, norm in norms(model) if norm.closes}
+    return found | probes
+
+
+def step(model, x):
+    return own_step(copy.deepcopy(model), x)
+
+
+@pytest.mark.parametrize("make", [Blocks, Branches])
+@pytest.mark.parametrize("layout", narrow([torch.contiguous_format, torch.channels_last], [torch.channels_last]))
+def test_equals_the_long_way(make, layout, monkeypatch):
+    model = cases.converted(make(), IMAGE).to(DEVICE).to(memory_format=layout)
+    settle(model)
+    x = torch.randn(4, *IMAGE[1:], device=DEVICE).to(memory_format=layout)
+    taken = count_short(monkeypatch)
+    poison(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == len(list(norms(model)))
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_residual_and_relu(residual, relu, monkeypatch):
+    class Net(cases.Small):
+        def forward(self, x):
+            x = self.norm0(self.conv0(x)).relu()
+            x = self.conv1(x)
+            return self.conv2(self.norm1(x, residual=x if residual else None, relu=relu))
+
+    model, x, _ = small()
+    model.__class__ = Net
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == 2
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_several_steps(monkeypatch):
+    """Parameters, statistics and averages move, and a smaller last batch comes and goes."""
+    taken = count_short(monkeypatch)
+
+    def train():
+        torch.manual_seed(0)
+        model, x, phase = small()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        for batch in (x, -x, x[:3], 2 * x):
+            cases.own_step(model, batch)
+            optimizer.step()
+            phase.step()
+        return own_step(model, x)
+
+    found = train()
+    assert len(taken) == 5 * 3
+    cases.assert_same(found, the_long_way(monkeypatch, train))
+
+
+def removed(model, phase):
+    phase.remove()
+
+
+def unsettled(model, phase):
+    phase.top = 0.5
+    phase.step()
+
+
+def with_present(model, phase):
+    phase.present = 0.5
+    phase.step()
+
+
+def without_present_again(model, phase):
+    with_present(model, phase)
+    phase.present = 0.0
+    phase.step()
+
+
+def changed(change):
+    def change_settings(model, phase):
+        cases.CHANGES[change][0](model)
+
+    return change_settings
+
+
+CHANGES = {
+    "removed": (removed, 3),
+    "strength below 1": (unsettled, 0),
+    "present": (with_present, 0),
+    "no present again": (without_present_again, 3),
+    **{name: (changed(name), 3) for name in ("eps", "momentum", "statistics batch", "memory", "buffers", "parameters")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_prepared_expires(change, monkeypatch):
+    """After steps on the short way a setting changes. The next step sees it, on the way that fits."""
+    make, expected = CHANGES[change]
+
+    def run():
+        torch.manual_seed(0)
+        model, x, phase = small()
+        own_step(model, x)
+        make(model, phase)
+        taken.clear()
+        return own_step(model, x)
+
+    taken = count_short(monkeypatch)
+    found = run()
+    assert len(taken) == expected
+    cases.assert_same(found, the_long_way(monkeypatch, run))
+
+
+def test_the_phase_settles_during_training(monkeypatch):
+    """The norms leave the short way while λ rises, and come back."""
+    taken = count_short(monkeypatch)
+
+    def run():
+        torch.manual_seed(0)
+        model, x = cases.small()
+        phase = ClosingPhase(model, 5, start=0.2, end=0.6, process_group=None)
+        counts = []
+        for _ in range(5):
+            taken.clear()
+            found = cases.own_step(model, x)
+            counts.append(len(taken))
+            phase.step()
+        return counts, found
+
+    counts, found = run()
+    assert counts == [3, 0, 0, 3, 3]
+    cases.assert_same(found, the_long_way(monkeypatch, run)[1])
+
+
+def test_units_of_the_loss(monkeypatch):
+    """The averages of gradients are used in the units of a GradScaler."""
+    model, x, _ = small()
+    with torch.no_grad():
+        for _, norm in norms(model):
+            norm.closing.scale.fill_(8)
+    found = step(model, x)
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+    with torch.no_grad():
+        for _, norm in norms(model):
+            norm.closing.scale.fill_(1)
+    assert not torch.allclose(found["x"], step(model, x)["x"])
+
+
+def seen_in_the_backward(model, x):
+    """A dispatch mode sees the backward as registered ops."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    y = model(x)
+    with Seen():
+        y.square().sum().backward()
+    assert sum("settled_backward" in name for name in names) == 3
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def checkpointed(model, x):
+    x = x.clone().requires_grad_()
+    checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()) | {"x": x.grad}
+
+
+def statistics_move_before_the_backward(model, x):
+    """The backward uses the statistics and averages of its forward."""
+    y = model(x)
+    with torch.no_grad():
+        for _, norm in norms(model):
+            norm.running_mean += 1
+            norm.closing.averages += 1
+    y.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+WORKS = [
+    seen_in_the_backward, checkpointed, statistics_move_before_the_backward,
+    cases.twice_backward, cases.some_gradients, cases.two_forwards, cases.called_with_tensors, cases.without_gradients,
+    cases.part_of_the_model,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
+def test_unusual_steps(work, monkeypatch):
+    model, x, _ = small()
+    own_step(model, x)
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    cases.assert_same(work(model, x), the_long_way(monkeypatch, work, twin, x))
+
+
+def test_no_second_derivative():
+    model, x, _ = small()
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_fused_and_saving_memory(monkeypatch):
+    """Outputs that are computed again need the long way. The results are the same."""
+    model, x, _ = small()
+    saving = fuse(model, x, save_memory=True)
+    settle(saving)
+    found = step(saving, x)
+    cases.assert_same(found, the_long_way(monkeypatch, step, saving, x))
