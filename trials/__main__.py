@@ -72,6 +72,7 @@ def main() -> None:
             print(f"{key}: loss {loss:.3f} in {time.perf_counter() - begun:.1f} s", flush=True)
         print(f"{len(short)} different runs of {len(waiting)}")
     else:
+        torch.backends.cudnn.benchmark = True  # shapes are constant
         Queue(arguments).work(waiting)
 
 
@@ -119,6 +120,7 @@ class Queue:
         self.arguments, self.start = arguments, time.perf_counter()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.loaded: dict[tuple[str, bool, bool], Data] = {}
+        self.took: dict[str, float] = {}  # by cell: seconds per run of the last batch
 
     def work(self, waiting: list[tuple[str, Run]]) -> None:
         print(f"{len(waiting)} runs to do", flush=True)
@@ -127,17 +129,31 @@ class Queue:
             print(f"no pack {name}: {sum(name in found for found in packs.values())} runs are skipped", flush=True)
         waiting = [(name, run) for name, run in waiting if not packs[run]]
         while waiting:
-            batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])][: self.arguments.together]
+            batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])]
+            batch = batch[: min(self.arguments.together, self._fitting(waiting[0][1].cell))]
             waiting = [each for each in waiting if each not in batch]
             try:
+                if not batch:
+                    raise TimeoutError
                 self._train(batch)
             except TimeoutError:
                 print(f"out of time with {len(batch) + len(waiting)} runs to do", file=sys.stderr)
                 return
 
+    def _remaining(self) -> float:
+        budget: float = self.arguments.budget
+        return budget - (time.perf_counter() - self.start)
+
+    def _fitting(self, cell: str) -> int:
+        """How many runs of this cell are likely to end in time. Another machine could not go on with the others."""
+        remaining, took = self._remaining(), self.took.get(cell)
+        if took is None or math.isinf(remaining):
+            return self.arguments.together  # type: ignore[no-any-return]
+        return max(int(remaining / took), 0)
+
     def _train(self, batch: list[tuple[str, Run]]) -> None:
         begun = time.perf_counter()
-        if begun - self.start > self.arguments.budget:
+        if self._remaining() < 0:
             raise TimeoutError
         cell = CELLS[batch[0][1].cell]
         data = self._data(cell, batch[0][1])
@@ -148,9 +164,8 @@ class Queue:
             except (RuntimeError, ValueError, TypeError) as error:  # the others can still run
                 self._write(name, {"key": run.key, "failed": f"{type(error).__name__}: {error}"[:500]}, batch)
         ready = time.perf_counter() - begun
-        remaining = self.arguments.budget - (time.perf_counter() - self.start)
         try:
-            seconds = train([training for _, training in trainings], remaining, self._save)
+            seconds = train([training for _, training in trainings], self._remaining(), self._save)
         except RuntimeError as error:  # after an error of CUDA nothing else can run in this process
             for name, training in trainings:
                 words = f"beside {len(trainings) - 1} others: {type(error).__name__}: {error}"[:500]
@@ -161,6 +176,7 @@ class Queue:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
             self._place(training.run).unlink(missing_ok=True)
+        self.took[cell.name] = (time.perf_counter() - begun) / len(batch)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
 
     def _data(self, cell: Cell, run: Run) -> Data:

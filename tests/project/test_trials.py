@@ -298,6 +298,24 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
     assert len(queue(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
 
 
+def test_the_queue_begins_no_run_that_would_not_end(tmp_path, monkeypatch, capsys):
+    runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), seed=seed, both=True, batch=12)) for seed in range(5)]
+    remaining = iter([100.0, 100.0, 100.0, 9.0, 9.0, 9.0, 4.0])
+    monkeypatch.setattr(command.Queue, "_remaining", lambda self: next(remaining))
+    original = command.Queue._train
+
+    def trained(self, batch):
+        original(self, batch)
+        batches.append(len(batch))
+        self.took["cifar10"] = 5.0
+
+    batches = []
+    monkeypatch.setattr(command.Queue, "_train", trained)
+    assert len(queue(tmp_path, monkeypatch, runs, budget=100.0, together=2)) == 3
+    assert batches == [2, 1]
+    assert "out of time with 2 runs to do" in capsys.readouterr().err
+
+
 def test_the_queue_skips_runs_without_packs_and_tries_failed_ones_last(tmp_path, monkeypatch, capsys):
     good, bad = Form(kind="ghost", m=2), Form(kind="kalman", m=2)
     runs = [("smoke", Run(cell, form, both=True, batch=12)) for cell in ("tiny100", "cifar10") for form in (bad, good)]
