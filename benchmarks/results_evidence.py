@@ -90,8 +90,9 @@ def _against_m(cell: str) -> str:
             own = [found.get((name, 1 if name in SINGLE else m), ABSENT) for m in sizes]
             if name in SINGLE:
                 own = own[:1] * len(sizes[:1]) + [""] * (len(sizes) - 1)  # it has no m
-            chosen_of = [each for each in own if isinstance(each, Point)]
-            if any(way == "population" or len(each.ways) > 1 for each in chosen_of):
+            several = any(isinstance(each, Point) and len(each.ways) > 1 for each in own)
+            ran = any(each is None or isinstance(each, Point) for each in own)
+            if several or (ran and way == "population"):
                 lines.append([way, label, *(_shown(each, way) for each in own)])
     used = [point for point in found.values() if point is not None]
     records = [row for point in used for row in point.score.rows.values()]
