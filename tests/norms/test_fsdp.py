@@ -15,47 +15,56 @@ from support import two_ranks
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 
 
-def make(transition="weights"):
+def make(**options):
     torch.manual_seed(0)
     parts = [(3, 6), (6, 4)]
     blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in parts]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 36, 3))
-    return convert(model, torch.randn(4, 3, 6, 6), transition=transition, statistics_batch_size=2).double()
+    return convert(model, torch.randn(4, 3, 6, 6), statistics_batch_size=2, **options).double()
 
 
 def batch(step):
     return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def trained(model, shares):
-    """Parameters after three steps. A gradient is the mean over the shares of a batch."""
+def trained(model, shares, twice=False):
+    """Parameters after three steps. A gradient is the mean over the shares of a batch.
+
+    `twice`: each step begins with a forward without gradients.
+    """
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
         parts = [batch(step)[share] for share in shares]
+        if twice:
+            with torch.no_grad():
+                model(parts[0])
         sum(model(part).square().mean() / len(parts) for part in parts).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
-def on_one_rank(rank, transition, blockwise):
-    model = make(transition)
+def on_one_rank(rank, blockwise=False, twice=False, **options):
+    """`twice`: as in `trained`. The blocks stay gathered after the first forward."""
+    model = make(**options)
     mesh = init_device_mesh("cpu", (2,))
     if blockwise:
         for block in model[:2]:
-            fsdp.fully_shard(block, mesh=mesh)
-    fsdp.fully_shard(model, mesh=mesh)
+            fsdp.fully_shard(block, mesh=mesh, reshard_after_forward=not twice)
+    fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=not twice)
     share = slice(4 * rank, 4 * rank + 4)
     try:
-        return [p.full_tensor() for p in trained(model, [share])]
+        return [p.full_tensor() for p in trained(model, [share], twice)]
     except RuntimeError as error:
         return str(error)
 
 
+UNITS = {"weights": {"transition": "weights"}, "learned": {"transition": "learned"}, "ghost": {"to": "ghost"}}
 SCENARIOS = {
-    "weights": partial(on_one_rank, transition="weights", blockwise=False),
-    "learned": partial(on_one_rank, transition="learned", blockwise=False),
-    "blocks": partial(on_one_rank, transition="weights", blockwise=True),
+    **{name: partial(on_one_rank, **options) for name, options in UNITS.items()},
+    "blocks": partial(on_one_rank, blockwise=True, transition="weights"),
+    "ghost blocks": partial(on_one_rank, blockwise=True, to="ghost"),
+    "ghost blocks twice": partial(on_one_rank, blockwise=True, twice=True, to="ghost"),
 }
 
 
@@ -64,13 +73,23 @@ def ranks(tmp_path_factory):
     return two_ranks.run(tmp_path_factory.mktemp("ranks"), SCENARIOS)
 
 
-@pytest.mark.parametrize("transition", ["weights", "learned"])
-def test_one_unit_equals_one_process(ranks, transition):
+@pytest.mark.parametrize("kind", UNITS)
+def test_one_unit_equals_one_process(ranks, kind):
     """Each rank has half of each batch, as in one process with two forwards."""
-    expected = trained(make(transition), [slice(0, 4), slice(4, 8)])
+    assert_same(ranks, kind, trained(make(**UNITS[kind]), [slice(0, 4), slice(4, 8)]))
+
+
+def assert_same(ranks, scenario, expected):
     for found in ranks:
-        for a, b in zip(found[transition], expected, strict=True):
+        for a, b in zip(found[scenario], expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_ghost_norms_block_by_block(ranks):
+    """They have no priors. No node of the graph belongs to several units, also while all of them are gathered."""
+    expected = trained(make(to="ghost"), [slice(0, 4), slice(4, 8)])
+    assert_same(ranks, "ghost blocks", expected)
+    assert_same(ranks, "ghost blocks twice", expected)
 
 
 def test_block_by_block_is_refused(ranks):

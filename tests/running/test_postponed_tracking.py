@@ -20,7 +20,7 @@ from kalmannorm._model.settings import norms
 from kalmannorm._norms import running_statistics
 from kalmannorm._ops.track.averages import groups_of
 from kalmannorm._running import postponed_tracking
-from support.converted_net import NON_LEAF, TRANSITIONS, image, net, state, step
+from support.converted_net import KINDS, NON_LEAF, image, net, state, step
 from support.loop_net import Loop
 
 
@@ -72,9 +72,9 @@ def kernels(monkeypatch):
     return kernels
 
 
-def pair(kernels, transition="weights"):
+def pair(kernels, kind="weights"):
     """A model for the kernels, and its twin for the separate operations."""
-    model = net(transition)
+    model = net(kind)
     twin = copy.deepcopy(model)
     kernels.watch(model)
     return model, twin
@@ -86,9 +86,9 @@ def assert_moved_alike(model, twin):
     assert not any(waiting for waiting in state(model).postponed.waiting.values())
 
 
-@pytest.mark.parametrize("transition", TRANSITIONS)
-def test_statistics_move_once_and_together_when_the_forward_ends(transition, kernels):
-    model, twin = pair(kernels, transition)
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_move_once_and_together_when_the_forward_ends(kind, kernels):
+    model, twin = pair(kernels, kind)
     seen = []
     model.head.register_forward_hook(lambda *_: seen.append(model.block1.bn1.num_batches_tracked.item()))
     step(model)
@@ -252,9 +252,10 @@ def test_a_call_with_other_buffers_moves_those(kernels):
 
 
 @NON_LEAF
-def test_a_compiled_part_of_an_eager_model(kernels):
+@pytest.mark.parametrize("kind", ["weights", "ghost"])
+def test_a_compiled_part_of_an_eager_model(kind, kernels):
     torch._dynamo.reset()
-    model, twin = pair(kernels)
+    model, twin = pair(kernels, kind)
     for each in (model, twin):
         each.block2.compile(backend="aot_eager", fullgraph=True)
         each(image()), each(image(seed=1))

@@ -2,4 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from support import short_way_cases
 from support.settled_way_cases import *  # noqa: F403
+
+
+@pytest.fixture(autouse=True, params=["kalman", "ghost"])
+def _kind(request, monkeypatch):
+    monkeypatch.setattr(short_way_cases, "OPTIONS", {} if request.param == "kalman" else {"to": "ghost"})

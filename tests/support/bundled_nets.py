@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torchvision.ops import FrozenBatchNorm2d
 
 from kalmannorm import convert
-from kalmannorm._norms.kalman import BatchKalmanNorm
+from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._running.prior_bundles import PriorBundles
 
 
@@ -145,7 +145,7 @@ def converted(net, shape, **options):
             if parameter.dim() < 2:
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for norm in model.modules():
-            if isinstance(norm, BatchKalmanNorm) and norm.weight is not None:
+            if isinstance(norm, GroupedNorm) and norm.weight is not None:
                 norm.weight[0] = 0
     return model
 

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from kalmannorm import convert
 
 TRANSITIONS = ["weights", "learned"]
+KINDS = [*TRANSITIONS, "ghost"]
+"""Norms with priors of a transition, and norms without priors, of a model that was never traced."""
 
 
 # What dynamo meets, and hides from users, when a compiled part gets a tensor from an eager one.
@@ -54,9 +56,11 @@ def image(batch=4, seed=0):
     return torch.randn(batch, 3, 9, 9, generator=torch.Generator().manual_seed(seed))
 
 
-def net(transition, **options):
+def net(kind, **options):
     torch.manual_seed(0)
-    model = convert(Net(), image(), transition=transition, **{"statistics_batch_size": 2, **options})
+    options = {"statistics_batch_size": 2, **options}
+    ghost = kind == "ghost"
+    model = convert(Net(), to=kind, **options) if ghost else convert(Net(), image(), transition=kind, **options)
     for name, parameter in model.named_parameters():
         if name.endswith("matrix"):  # starts at zero, where a wrong prior would not show
             nn.init.normal_(parameter, std=0.3)

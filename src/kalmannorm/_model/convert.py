@@ -23,6 +23,7 @@ from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import watch_weight_decay
 from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
+from kalmannorm._norms.baselines import GhostBatchNorm
 from kalmannorm._norms.computed_weights import Computation, check_convolutions, compute_weights, plain_weights
 from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
@@ -30,6 +31,7 @@ from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.online import OnlineNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm._running.relay import Begin, End, Path, Relay, Wire, keepable
+from kalmannorm._running.without_priors import connect_without_priors
 from kalmannorm._support.changes import Changes, watch_replacements
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.copying import Detached, copied, copied_with
@@ -144,6 +146,9 @@ def convert(
             swap_class(module, fresh[name])
         if computation is not None:
             compute_weights(model, computation)
+        if to == "ghost":
+            norms = [module for module, _ in found.values()]
+            _add_hooks(model, connect_without_priors(norms), norms)
         if plan is not None:
             _connect(model, plan)
             if calibrate is not False:
@@ -383,7 +388,7 @@ def _add_filters(fresh: dict[str, nn.Module], plan: Plan, options: dict[str, Any
 
 
 def _connect(model: nn.Module, plan: Plan) -> None:
-    """Connect every norm to a new relay, and add the hooks that begin and end a forward to the model."""
+    """Connect every norm of a plan to a new relay."""
     _disconnect(model)
     for owner in plan.program.owned():
         owner.hold()  # the norm got other tensors after it was traced
@@ -400,9 +405,15 @@ def _connect(model: nn.Module, plan: Plan) -> None:
                 kept=kept[name],
             )
             setattr(model.get_submodule(name), "wire", wire)  # noqa: B010
-    parts = [child for child in model.children() if any(isinstance(m, BatchKalmanNorm) for m in child.modules())]
+    _add_hooks(model, relay, [model.get_submodule(name) for name in plan.norms])
+
+
+def _add_hooks(model: nn.Module, relay: Relay, norms: Sequence[nn.Module]) -> None:
+    """Add the hooks that begin and end a forward of the model, or of a part that is called by itself."""
+    known = set(map(id, norms))
+    parts = [child for child in model.children() if any(id(module) in known for module in child.modules())]
     for part in (model, *parts):
-        if not isinstance(part, BatchKalmanNorm):
+        if id(part) not in known:
             part.register_forward_pre_hook(Begin(relay, part is model))
             part.register_forward_hook(End(relay, part is model), always_call=True)
 
@@ -415,11 +426,14 @@ def _paths(call: CallPlan) -> tuple[Path, ...]:
 
 
 def _disconnect(model: nn.Module) -> None:
-    """Remove our hooks and wires."""
-    for module in model.modules():
+    """Remove our hooks and the wires of Kalman norms. A part of the model may be of ghost norms, and keeps its own."""
+    modules = list(model.modules())
+    kept = [module.wire.relay for module in modules if isinstance(module, GhostBatchNorm) and module.wire is not None]
+    for module in modules:
         if isinstance(module, BatchKalmanNorm):
             module.wire = None
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, (Begin, End))]:
+            ours = [key for key, hook in hooks.items() if isinstance(hook, (Begin, End)) and hook.relay not in kept]
+            for key in ours:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 
 from kalmannorm._groups import cast, group_size
 from kalmannorm._norms.distributed import ProcessGroupChoice
-from kalmannorm._norms.grouped import GroupedNorm, Inference
+from kalmannorm._norms.grouped import GroupedNorm, Inference, has_steps_of
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._ops.track.averages import Groups
 from kalmannorm._ops.track.request import Kind
@@ -32,11 +32,27 @@ class GhostBatchNorm(GroupedNorm):
     Arguments are those of `BatchKalmanNorm`, without the arguments of the filter.
     """
 
+    # As in a Kalman norm without a prior: see `takes_short_way`.
+    gain_logit = None
+    prior_features = None
+    compiles_alone = True
+
     def forward(self, x: Tensor, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Normalize x. `residual` and `relu` are those of `BatchKalmanNorm`."""
         if type(x) is not Tensor and isinstance(x, Proxy):
             return leaf(self, x, residual=residual, relu=relu)  # type: ignore[no-any-return]
+        if self.training and not torch.compiler.is_compiling() and self.wire is not None:
+            short: Tensor | None = self.wire.normalize(self, x, residual, relu)
+            if short is not None:
+                return short
+            self.wire.begin()
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
+
+    def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
+        return self.training and not self.frozen and self.closes == settled and not self._unused()
+
+    def has_usual_steps(self) -> bool:
+        return has_steps_of(self, GhostBatchNorm)
 
 
 class BatchRenorm(GroupedNorm):

@@ -42,6 +42,13 @@ from kalmannorm.moments import Moments
 Inference = Literal["population", "batch", "example"]
 INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
 
+# The methods that the short way replaces. A subclass or an object that has its own takes the long way.
+_STEPS = {
+    "_forward", "_forward_train", "_predict", "_train_alone", "_normalize", "_affine", "_idle",
+    "_track_batch", "_tracking_request", "_track", "_pool", "_updated", "_update_statistics",
+    "_normalize_closing", "_target", "_settled_closing", "_drawn_to",
+}  # fmt: skip
+
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward. Then activation checkpointing recomputes it."""
@@ -240,6 +247,18 @@ class GroupedNorm(TrackedNorm):
         own = alike and not torch.compiler.is_compiling() and not transformed()
         return (_finish_in_place if own else exportable.finish)(y, residual, relu), posterior
 
+    def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
+        """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`).
+
+        `predicts`: it also computes its prior from a posterior, with a learned transition. `settled`: it is at the end
+        of a closing phase, and normalizes with running statistics. Most classes never take the short way.
+        """
+        return False
+
+    def has_usual_steps(self) -> bool:
+        """Whether the short way knows all methods of a training forward. Most classes have their own."""
+        return False
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if f"{prefix}closing.strength" in state_dict:
             self.begin_closing()  # its state is loaded next
@@ -298,6 +317,8 @@ class GroupedNorm(TrackedNorm):
     def _unused(self) -> list[Tensor]:
         """The parameters that a forward without a prior does not use."""
         asked = {"weight", "bias", *self.then}
+        if self._parameters.keys() <= asked and self._modules.keys() <= asked:
+            return []  # a tracer needs long for all names
         return [p for name, p in self.named_parameters() if p.requires_grad and name.split(".")[0] not in asked]
 
     def _affine(self, observation: Moments) -> tuple[Tensor | None, Tensor | None]:
@@ -335,7 +356,7 @@ class GroupedNorm(TrackedNorm):
             x, prior, gain, apply, statistics_batch_size=size, rank_group=rank_group
         )
         if self.track_running_stats and not recomputing():
-            if self.wire is not None:
+            if self.wire is not None and not (self.compiles_alone and torch.compiler.is_compiling()):
                 self.wire.track_first_run()
             with torch.no_grad():
                 seen = joint.observation()
@@ -490,6 +511,12 @@ class GroupedNorm(TrackedNorm):
 
     def _repr_parts(self) -> list[str]:
         return []
+
+
+def has_steps_of(norm: GroupedNorm, kind: type[GroupedNorm]) -> bool:
+    """Whether a training forward consists of the methods of this class, not of a subclass or of the object."""
+    own = (getattr(type(norm), name) is getattr(kind, name) for name in _STEPS)
+    return not _STEPS & vars(norm).keys() and all(own)
 
 
 def _alike(residual: Tensor, x: Tensor) -> bool:

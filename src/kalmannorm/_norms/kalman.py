@@ -22,7 +22,7 @@ from torch.fx import Proxy
 from kalmannorm._filter import GAIN_MARGIN, gain_of
 from kalmannorm._norms.compiled import name_with_settings, normalize_compiled
 from kalmannorm._norms.distributed import ProcessGroupChoice
-from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting
+from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting, has_steps_of
 from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition, give_dimension
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
@@ -35,14 +35,6 @@ Covariance = Literal["diagonal", "full"]
 
 # Posteriors of layers under torch.export. They may not be stored on the layers themselves.
 _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
-
-
-# The methods that the short way replaces. A subclass or an object that has its own takes the long way.
-_STEPS = {
-    "_forward", "_forward_train", "_predict", "_train_alone", "_normalize", "_affine", "_idle",
-    "_track_batch", "_tracking_request", "_track", "_pool", "_updated", "_update_statistics",
-    "_normalize_closing", "_target", "_settled_closing", "_drawn_to",
-}  # fmt: skip
 
 
 SCALES = 1e-2, 1e2
@@ -413,19 +405,12 @@ class BatchKalmanNorm(GroupedNorm):
         return previous
 
     def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
-        """Whether a training forward only normalizes with the rows of a bundle and tracks (`_running/short_way.py`).
-
-        `predicts`: it also computes its prior from a posterior, with a learned transition. `settled`: it is at the end
-        of a closing phase, and normalizes with running statistics.
-        """
         diagonal = self.covariance == "diagonal" and (self.transition is not None) == predicts
         alone = self.gain_logit is not None or not self._unused()
         return diagonal and alone and self.training and not self.frozen and self.closes == settled
 
     def has_usual_steps(self) -> bool:
-        """Whether a forward consists of the methods of this class, not of those of a subclass or of this object."""
-        own = (getattr(type(self), name) is getattr(BatchKalmanNorm, name) for name in _STEPS)
-        return not _STEPS & vars(self).keys() and all(own)
+        return has_steps_of(self, BatchKalmanNorm)
 
     def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""

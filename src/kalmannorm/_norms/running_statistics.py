@@ -58,6 +58,8 @@ class TrackedNorm(_BatchNorm):
     _warned: bool
     wire: Any = None
     """Set by `convert`: connects the norm to the model's relay, from which it gets its prior."""
+    compiles_alone: bool = False
+    """Whether compiled code does not use the wire."""
     _pending: Pending | None = None
     """Collects the statistics of forwards inside `accumulate_statistics`. The buffers do not change there."""
     closes: bool = False
@@ -94,12 +96,14 @@ class TrackedNorm(_BatchNorm):
     def _track_batch(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> None:
         """Update every buffer with the statistics of a forward on x, in groups of `size` examples."""
         examples, values = x.shape[0], x.numel() // x.shape[1]
-        if self.wire is not None:
-            self.wire.track_first_run()
+        compiled = torch.compiler.is_compiling()
+        wire: Any = None if compiled and self.compiles_alone else self.wire
+        if wire is not None:
+            wire.track_first_run()
         kernels = self._launch(posterior.mean)
         if kernels is None:
-            compiled = torch.compiler.is_compiling() and self._pending is None and self.wire is not None
-            if compiled and not self.closes and self.wire.postpone_compiled(posterior, observation, x, size):
+            waits = compiled and wire is not None and self._pending is None and not self.closes
+            if waits and wire.postpone_compiled(posterior, observation, x, size):
                 return
             with torch.no_grad():
                 self._track(groups_of(posterior, examples, size), groups_of(observation, examples, size), values)
@@ -108,7 +112,7 @@ class TrackedNorm(_BatchNorm):
         posterior = Moments(posterior.mean.detach(), posterior.var.detach())
         observation = Moments(observation.mean.detach(), observation.var.detach())
         request = self._tracking_request(posterior, observation, examples, size, values)
-        if self.wire is None or not self.wire.postpone(request, kernels):
+        if wire is None or not wire.postpone(request, kernels):
             with torch.no_grad(), on_device_of(posterior.mean):
                 kernels.track(request)
 

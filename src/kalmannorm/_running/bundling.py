@@ -82,6 +82,7 @@ class Part:
     watched: list[tuple[int, Step]]  # the steps of this part; if one was replaced, the part is outdated
     groups: tuple[Any, list[int]] | None = None  # the number of groups of each norm, and what it depends on
     fitting: Fitting | None = None  # the tensors of the last forward
+    sharded: tuple[Fitting | None, bool] | None = None  # with these tensors: whether units of FSDP have the norms
     short: Any = None  # what forwards on the short way share
 
 

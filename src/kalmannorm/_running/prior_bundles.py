@@ -185,8 +185,11 @@ class PriorBundles:
                 self.program.evaluate(step, context, results)
             except Exception:  # see `_build`
                 return
-        tensors = _tensors(part, context, results)
-        if tensors is None:
+        try:
+            tensors = _tensors(part, context, results)
+        except RuntimeError:  # sharded by FSDP, or deleted: see `_build`
+            return
+        if not tensors:  # none fit, or no norm has γ or β
             return
         outputs = self._outputs(number, tensors, groups_in(part, context), context)
         calls, steps = len(part.calls), len(part.steps)
@@ -337,7 +340,7 @@ class _Bundled(torch.autograd.Function):
         bundle, tensors = ctx.bundle, ctx.tensors
         norms, others = len(bundle.norms), len(bundle.results) - len(bundle.norms)
         nothing, device = [None] * 5, tensors[0].device
-        if [tensor._version for tensor in tensors] != ctx.versions:
+        if not bundle.copies and [tensor._version for tensor in tensors] != ctx.versions:
             raise RuntimeError(CHANGED)
         with full_precision(device), on_device_of(tensors[0]):
             if torch.is_grad_enabled():

@@ -74,6 +74,9 @@ _OF_THIS_PROCESS = (
 class Relay:
     """Shared by all norms of a converted model. It is never a part of the state dict."""
 
+    compiles = True
+    """Whether compiled norms need it."""
+
     def __init__(self, plan: Plan, model: nn.Module | None = None) -> None:
         self.plan, self.program, self.model = plan, plan.program, WeakModule(model)
         calls = [norm.calls for norm in plan.norms.values()]
@@ -141,7 +144,7 @@ class Relay:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
             if not active and recompute_id() == -1 and not compiled and not torch.compiler.is_compiling():
-                given = self._bundles_of_part(), state.memo, self.model
+                given = self._bundles_of_part(), state.memo, self._model()
                 state.short = LearnedForward(*given, self) if self.learned else ShortForward(*given)
         state.depth += 1
 
@@ -408,6 +411,10 @@ class Relay:
         self.bundles.clear()
         self.compiled_for.clear()
         return tuple(tuple(path._replace(target=steps[path.call]) for path in each) for each in paths)
+
+    def _model(self) -> WeakModule:
+        """The model that runs, or of which a part runs."""
+        return self.model
 
     def _bundles_of_part(self) -> PriorBundles:
         """The bundles of the running model, or of the part that runs."""
@@ -742,7 +749,7 @@ class Begin(Complete):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            if self.whole or not in_whole_model():
+            if self.relay.compiles and (self.whole or not in_whole_model()):
                 self.relay.enter(self.whole, module, True)
             return
         compiler = set_callback(None)
@@ -762,7 +769,7 @@ class End(Complete):
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            if self.whole or not in_whole_model():
+            if self.relay.compiles and (self.whole or not in_whole_model()):
                 self.relay.leave(self.whole)
             return
         compiler = set_callback(None)

@@ -27,6 +27,7 @@ from kalmannorm._ops.normalize.registered import memory_format_of
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._ops.normalize.settled_rows import normalize_settled
+from kalmannorm._ops.plain import PLAIN
 from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.layouts import Layout
@@ -35,6 +36,7 @@ from kalmannorm._running.tracking_together import Update, track_together
 from kalmannorm._support.activation_checkpoints import OUTSIDE, unseen
 from kalmannorm._support.changes import Changes
 from kalmannorm._support.checks import check_enough_values
+from kalmannorm._support.sharded_modules import in_inner_units
 from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import closed
@@ -145,7 +147,7 @@ class Block:
 
 def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:
     """What kernels are prepared for."""
-    key: tuple[Any, ...] = x.shape, x.stride(), x.dtype, relu, x.device
+    key: tuple[Any, ...] = x.shape, x.stride(), x.dtype, relu, x.device, PLAIN.active
     if residual is None:
         return key
     return *key, residual.__class__, residual.shape, residual.stride(), residual.dtype, residual.device
@@ -285,7 +287,16 @@ class ShortForward:
         # A norm that took the long way may have made the rows, for another number of examples.
         if rows[0].dtype != dtype or [each.shape[1] for each in rows] != groups or stream_of(x.device) < 0:
             return None
+        if self._sharded(part):
+            return None
         return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
+
+    def _sharded(self, part: Part) -> bool:
+        """Whether FSDP shards norms of this part in several units. Looked for again if there are other parameters."""
+        if part.sharded is None or part.sharded[0] is not part.fitting:
+            model = None if self.model is None else self.model.module()
+            part.sharded = part.fitting, in_inner_units(model, (call.norm.module() for call in part.calls))
+        return part.sharded[1]
 
     def waits(self, call: int) -> bool:
         """Whether an update of this call's norm is still to be made."""

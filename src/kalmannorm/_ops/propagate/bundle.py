@@ -131,6 +131,12 @@ class Bundle:
     tables: dict[Any, Any] = field(default_factory=dict)  # caches of `aten` and `triton_bundle`, by device
 
     @functools.cached_property
+    def copies(self) -> bool:
+        """Whether the rows only copy γ and β, so that no gradient depends on their values."""
+        alone = all(norm.logit is None for norm in self.norms)
+        return alone and not self.stages and not self.given and len(self.results) == len(self.norms)
+
+    @functools.cached_property
     def leaves(self) -> int:
         return sum(belief.size for belief in self.beliefs) + sum(given.size for given in self.given)
 
