@@ -200,7 +200,7 @@ def test_accuracy_against_m_has_the_chosen_setting_on_test_images(with_records):
             row["loss"] = None
     with_records(rows)
     _, lines = table_of(results_evidence.against_m(), "| inference | CIFAR-10,")
-    assert [line[2:] for line in lines if line[1] == "batch renorm"] == [["diverged"] * 6], "a method that never trained"
+    assert [line[2:] for line in lines if line[1] == "batch renorm"] == [["diverged"] * 6], "it never trained"
 
 
 def test_the_best_method_is_named_with_those_that_cannot_be_told_from_it(with_records):
