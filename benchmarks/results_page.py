@@ -341,7 +341,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rates and decays": trials.rates_table,
     "ideas": trials.ideas_table,
     "fine-tuning": lab.tuning_table,
-    "small batches": lab.small_table,
+    "small batches": lab.small_tables,
     "the paper": paper,
     "not run": not_run,
 }
