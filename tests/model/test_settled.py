@@ -263,6 +263,20 @@ def test_when_norms_settle(options, runs):
     assert len(runs) == before
 
 
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_one_parameter_alone(missing):
+    """Without β, γ still counts, and the other way round."""
+    norm = GhostBatchNorm2d(3, statistics_batch_size=2, dtype=F64)
+    with torch.no_grad():
+        norm.weight.fill_(2)
+        norm.bias.fill_(1)
+    setattr(norm, missing, None)
+    settled(norm)
+    x = torch.randn(4, 3, 2, 2, dtype=F64)
+    expected = copy.deepcopy(norm).eval()(x)
+    torch.testing.assert_close(norm(x), expected)
+
+
 def test_accumulation_runs_this_way(runs):
     """Micro-batches of 2 groups each have the gradients of the whole batch."""
     model = settled(converted())

@@ -9,10 +9,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kalmannorm import ClosingPhase, fuse
+from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._model.settings import norms
 from support import short_way_cases as cases
 from support.bundled_nets import IMAGE, Blocks, Branches
@@ -238,6 +239,58 @@ def test_unusual_steps(work, monkeypatch):
     model.zero_grad()
     twin = copy.deepcopy(model)
     cases.assert_same(work(model, x), the_long_way(monkeypatch, work, twin, x))
+
+
+class Loop(nn.Module):
+    """A norm that runs twice in a forward. Its second run reads the statistics that the first one has updated."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.conv(self.norm(x))))
+
+
+@pytest.mark.parametrize("to", ["kalman", "ghost"])
+def test_a_norm_that_runs_again(to, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, 5, 5, device=DEVICE)
+    model = convert(Loop().to(DEVICE), x, statistics_batch_size=2, to=to)
+    settle(model)
+    found = step(model, x)
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def other_dtype(model):
+    model.norm1.running_var = model.norm1.running_var.double()
+
+
+def strided(model):
+    model.norm1._buffers["running_mean"] = torch.stack([model.norm1.running_mean] * 2, 1)[:, 0]
+
+
+def untracked_in_another_dtype(model):
+    for name in ("running_mean", "running_var"):
+        setattr(model.norm1, name, getattr(model.norm1, name).double())
+    model.norm1.track_running_stats = False
+
+
+@pytest.mark.parametrize("change", [other_dtype, strided, untracked_in_another_dtype], ids=lambda each: each.__name__)
+def test_buffers_that_kernels_cannot_read(change, monkeypatch):
+    model, x, _ = small()
+    own_step(model, x)
+    change(model)
+    twin = copy.deepcopy(model)
+    taken = count_short(monkeypatch)
+
+    def run(model):
+        with torch.no_grad():
+            return {"y": model(x)}
+
+    found = run(model)
+    assert len(taken) == 2
+    cases.assert_same(found, the_long_way(monkeypatch, run, twin))
 
 
 def test_no_second_derivative():

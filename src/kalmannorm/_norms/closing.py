@@ -165,9 +165,10 @@ def _share(x: Tensor, size: int, like: Tensor) -> Tensor | float:
 def given_affine(affine: Affine, channels: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """γ and β in the dtype of the statistics. Without them, ones and zeros."""
     weight, bias = affine
-    if weight is None or bias is None:
-        return torch.ones(channels, device=device, dtype=dtype), torch.zeros(channels, device=device, dtype=dtype)
-    return cast(weight, dtype), cast(bias, dtype)
+    return (
+        torch.ones(channels, device=device, dtype=dtype) if weight is None else cast(weight, dtype),
+        torch.zeros(channels, device=device, dtype=dtype) if bias is None else cast(bias, dtype),
+    )
 
 
 def corrected(

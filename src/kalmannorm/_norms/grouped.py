@@ -420,6 +420,8 @@ class GroupedNorm(TrackedNorm):
     def _target(self, read: Callable[[], tuple[Tensor, ...]]) -> Target:
         # This forward updates the statistics. Its recomputation must read the old values. It also runs the same way,
         # because a settled norm has no strength among them.
+        if self.wire is not None and not torch.compiler.is_compiling() and not recomputing():
+            self.wire.track_before_reading(self.running_mean)
         mean, var, averages, *strength = snapshot(first_seen(self, read))
         return Target(mean, var, averages, strength[0] if strength else None, self.closing.present)
 

@@ -1,8 +1,8 @@
 """Updates of running statistics that wait for the end of a forward, so that many norms need few launches.
 
 A waiting update consists of the rows that a norm observed and the buffers to change. If a norm runs again in the same
-forward, as in a loop, its first update is made before. In all other cases the delay has no effect inside the forward,
-because no norm of a converted model reads its own statistics in training.
+forward, as in a loop, its first update is made before. In all other cases the delay has no effect inside the forward:
+only a norm in a closing phase reads its own statistics in training, and it has its waiting update made first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kalmannorm._ops.dispatch import on_device_of
 from kalmannorm._ops.track.request import TrackingRequest
@@ -38,6 +39,11 @@ class PostponedTracking:
             self.run(tables)
             waiting = self.waiting.setdefault((kernels, device), {})
         waiting[buffer] = _Waiting(request, self._stream(device))
+
+    def run_before_reading(self, buffer: Tensor | None, tables: dict[Any, Any]) -> None:
+        """If an update of this buffer waits, make the updates."""
+        if buffer is not None and any(buffer.data_ptr() in waiting for waiting in self.waiting.values()):
+            self.run(tables)
 
     def run(self, tables: dict[Any, Any]) -> None:
         """Make all waiting updates."""

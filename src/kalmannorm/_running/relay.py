@@ -624,7 +624,7 @@ class Wire(Complete):
             ran[self.calls[0]] = len(ran)
         return which
 
-    def normalize(self, norm: nn.Module, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
+    def normalize(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
         """The whole forward of the norm on the short way. None if it must take the long way."""
         if not self.single:
             return None
@@ -641,6 +641,8 @@ class Wire(Complete):
             return None
         call, target, sources, needs = self.paths[0][0]
         ran = state.ran
+        if norm.closes:
+            state.postponed.run_before_reading(norm.running_mean, self.relay.tables)
         # After a long run another one follows: both are then tracked in the order in which they ran.
         ready = not state.whole or (call not in ran and needs <= ran.keys())
         y: Tensor | None = None
@@ -696,6 +698,11 @@ class Wire(Complete):
         forward = self.relay.state.short
         if forward is not None and forward.waits(self.calls[0]):
             forward.track()
+
+    def track_before_reading(self, buffer: Tensor | None) -> None:
+        """Make the updates of the norm that still wait, because this forward reads its statistics."""
+        self.track_first_run()
+        self.relay.state.postponed.run_before_reading(buffer, self.relay.tables)
 
     def previous(self, which: int, x: Tensor) -> Moments | None:
         path = self.relay.path(self, which)

@@ -84,8 +84,6 @@ class Place:
         takes = norm.takes_short_way(self.call.predicts, self.settled)
         usual = takes and norm._ranks.choice is None and norm.has_usual_steps()
         self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
-        if self.settled:  # kernels read these buffers from their addresses on
-            self.usable &= norm.running_mean.is_contiguous() and norm.running_var.is_contiguous()
         settings = norm.statistics_batch_size, norm.eps, norm.prior_features, self.settled
         self.kernels = self.all_kernels.setdefault(settings, {})
 
@@ -249,9 +247,9 @@ class ShortForward:
         """The result of prepared kernels. None if the norm must take the long way."""
         index, region = place.index, segment if norm.rebuilds else None
         if place.settled:
-            if norm.rebuilds or segment is not OUTSIDE:
-                return None
             running = norm.running_mean, norm.running_var
+            if norm.rebuilds or segment is not OUTSIDE or not all(_readable(each, block.moments) for each in running):
+                return None
             start, averages = block.layout.starts[index], block.averages(index)
             given = x, block.rows[index], residual, norm.closing.probe, kernels, block.memory, start
             return normalize_settled(*given, running, averages)
@@ -339,6 +337,11 @@ def prepare(
     options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
     kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
+
+
+def _readable(buffer: Tensor, moments: Tensor) -> bool:
+    """Whether kernels can read a buffer from its address on. Callers may exchange buffers without a notice."""
+    return buffer.dtype == moments.dtype and buffer.device == moments.device and buffer.is_contiguous()
 
 
 def _closing(place: Place) -> Any:
