@@ -44,6 +44,8 @@ class Norms:
             norm.wire = SimpleNamespace(
                 postpone=lambda request, kernels: self.requests.append(request) or True,
                 track_first_run=lambda: None,
+                normalize=lambda *_: None,  # the long way
+                begin=lambda: 0,
             )
             self.norms.append(norm)
             self.twins.append(twin)
