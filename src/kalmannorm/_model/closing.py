@@ -139,7 +139,8 @@ class ClosingPhase:
             return
         strength = self.strength
         for norm in self._norms:
-            norm.begin_closing()
+            if not norm.closes:
+                norm.begin_closing()
             norm.settle_closing(strength == 1, self.present)
         for states in self._states():
             one = torch.ones_like(states[0].strength)

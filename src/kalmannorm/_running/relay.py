@@ -641,7 +641,7 @@ class Wire(Complete):
             return None
         call, target, sources, needs = self.paths[0][0]
         ran = state.ran
-        if norm.closes:
+        if norm.closes and state.postponed.waiting:
             state.postponed.run_before_reading(norm.running_mean, self.relay.tables)
         # After a long run another one follows: both are then tracked in the order in which they ran.
         ready = not state.whole or (call not in ran and needs <= ran.keys())

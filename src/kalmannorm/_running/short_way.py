@@ -247,8 +247,12 @@ class ShortForward:
         """The result of prepared kernels. None if the norm must take the long way."""
         index, region = place.index, segment if norm.rebuilds else None
         if place.settled:
-            running = norm.running_mean, norm.running_var
-            if norm.rebuilds or segment is not OUTSIDE or not all(_readable(each, block.moments) for each in running):
+            buffers, like = norm._buffers, block.moments
+            mean, var = running = buffers["running_mean"], buffers["running_var"]
+            # Callers may exchange buffers without a notice, and kernels read them from their addresses on.
+            if (mean.dtype, var.dtype) != (like.dtype, like.dtype) or (mean.device, var.device) != (x.device, x.device):
+                return None
+            if norm.rebuilds or segment is not OUTSIDE or not (mean.is_contiguous() and var.is_contiguous()):
                 return None
             start, averages = block.layout.starts[index], block.averages(index)
             given = x, block.rows[index], residual, norm.closing.probe, kernels, block.memory, start
@@ -337,11 +341,6 @@ def prepare(
     options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
     kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
-
-
-def _readable(buffer: Tensor, moments: Tensor) -> bool:
-    """Whether kernels can read a buffer from its address on. Callers may exchange buffers without a notice."""
-    return buffer.dtype == moments.dtype and buffer.device == moments.device and buffer.is_contiguous()
 
 
 def _closing(place: Place) -> Any:
