@@ -77,7 +77,7 @@ class Place:
     def check(self, norm: Any, moments: Tensor, may_settle: bool) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments.
 
-        `may_settle`: also if it is settled.
+        `may_settle`: a norm at the end of its closing phase can take it too.
         """
         self.tracks, self.changes = norm.track_running_stats, Changes.count
         self.settled = may_settle and norm.runs_settled()
