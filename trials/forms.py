@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import kalmannorm
+from kalmannorm._norms.computed_weights import centred, standardized
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.transition import LearnedTransition
 from kalmannorm.functional import normalize
@@ -40,6 +43,8 @@ class Form:
     m: int = 128
     real: int = 32
     """For `moving`: the batch that it imitates."""
+    filters: Literal["plain", "centred", "standardized"] = "plain"
+    """Whether the filters of convolutions are centred or standardized. `standardized` and `moving` do it anyway."""
     transition: Literal["weights", "learned"] = "weights"
     """For `kalman`: what computes the prior. "learned" is the paper's."""
     gain: float | None = None
@@ -102,14 +107,17 @@ class Form:
 
     def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | kalmannorm.ClosingPhase | None:
         """Convert the model in place. Some forms also return an object that the training loop has to call."""
+        if self.filters != "plain":
+            _compute_filters(model, {"centred": centred, "standardized": standardized}[self.filters])
         size: dict[str, Any] = {"statistics_batch_size": self.m}
         if self.momentum is not None:
             size["momentum"] = self.momentum
         if self.kind == "batch":
             return None
         if self.kind in ("group", "standardized"):
-            standardized = self.kind == "standardized"
-            kalmannorm.convert(model, example, to="group", inplace=True, weight_standardization=standardized)
+            kalmannorm.convert(
+                model, example, to="group", inplace=True, weight_standardization=self.kind == "standardized"
+            )
             return None
         if self.kind == "online":
             kalmannorm.convert(model, example, to="online", inplace=True)
@@ -164,6 +172,23 @@ class Form:
             factor = transition.matrix if transition.rank is None else transition.left
             transition._lender.clear()
             transition.noise = nn.Parameter(factor.new_ones(len(factor) if self.noise == "channel" else 1))
+
+
+class _Computed(nn.Module):
+    """A parametrization by a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.function(weight)
+
+
+def _compute_filters(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Priors read the computed weights, as the convolutions do."""
+    for module in [module for module in model.modules() if isinstance(module, nn.Conv2d)]:
+        parametrize.register_parametrization(module, "weight", _Computed(function))
 
 
 class Memory:

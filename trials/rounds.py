@@ -179,6 +179,21 @@ PEERS = [
     for kind, m in (("moving", 2), ("moving", 1), ("online", 1), ("standardized", 1))
 ]
 
+# Group norm gains most from standardized weights, and Moving Average Batch Norm centres them: what do BKN and batch norm
+# gain? With a mean of 0, a filter hardly passes on the means of its inputs, which the prior gets wrong.
+STANDARD, CENTRED = (
+    {m: dataclasses.replace(form, filters=filters) for m, form in MIDDLE.items()}  # type: ignore[arg-type]
+    for filters in ("standardized", "centred")
+)
+TWELFTH = [
+    *(Run("", kind[m], decay=decay) for decay in (1e-3, 2e-3) for kind in (STANDARD, CENTRED) for m in (2, 1)),
+    *(Run("", dataclasses.replace(BATCH, filters="standardized"), decay=decay) for decay in (1e-3, 2e-3)),
+    *(Run("", dataclasses.replace(EARLY[2], m=m, filters="standardized"), decay=1e-3) for m in (2, 1)),
+]
+TWELFTH_CIFAR = [dataclasses.replace(run, decay=5e-4) for run in TWELFTH if run.decay == 1e-3] + [
+    Run("", kind[1], decay=1e-3) for kind in (STANDARD, CENTRED)
+]
+
 # The chosen settings, on the test images. What was not chosen in the end has no record.
 CONFIRM_CIFAR10 = [
     Run("cifar10", form, seed=seed, decay=decay, rate=0.1, test=True)
@@ -213,6 +228,8 @@ ROUNDS = {
     "ninth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in NINTH],
     "tenth": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in TENTH],
     "eleventh": [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "cifar100") for run in ELEVENTH],
+    "twelfth": [dataclasses.replace(run, cell="tiny100") for run in TWELFTH]
+    + [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "cifar100") for run in TWELFTH_CIFAR],
     "peers": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in PEERS],
     "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM] + CONFIRM_CIFAR10,
     **EVIDENCE,

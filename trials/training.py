@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import kalmannorm
 from kalmannorm._norms.grouped import Inference
@@ -147,7 +148,8 @@ class Training:
         return [norm.closing.probe for norm in norms if norm.closes]
 
     def _forward(self, images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda, cache_enabled=False):
+        precision = torch.autocast(images.device.type, torch.bfloat16, images.is_cuda, cache_enabled=False)
+        with precision, parametrize.cached():  # a computed filter is computed once, for the prior and the convolution
             logits: Tensor = self.model(images)
         return logits.float()
 

@@ -20,14 +20,20 @@ EPS = 1e-5
 Computation = Literal["centred", "standardized"]
 
 
-def _centred(weight: Tensor) -> Tensor:
-    return weight - weight.mean(tuple(range(1, weight.dim())), keepdim=True)
+def centred(weight: Tensor) -> Tensor:
+    """With a mean of 0 per output channel."""
+    return weight - weight.mean(_inputs(weight), keepdim=True)
 
 
-def _standardized(weight: Tensor) -> Tensor:
-    rows = weight.flatten(1)
-    var, mean = torch.var_mean(rows, 1, correction=0, keepdim=True)
-    return ((rows - mean) * (var + EPS).rsqrt()).view_as(weight)
+def standardized(weight: Tensor) -> Tensor:
+    """With a mean of 0 and a variance of 1 per output channel."""
+    var, mean = torch.var_mean(weight, _inputs(weight), correction=0, keepdim=True)
+    return (weight - mean) * (var + EPS).rsqrt()  # in the memory format of the weight
+
+
+def _inputs(weight: Tensor) -> tuple[int, ...]:
+    """All dimensions but that of output channels."""
+    return tuple(range(1, weight.dim()))
 
 
 class ComputedWeight(_ConvNd):
@@ -43,12 +49,12 @@ class ComputedWeight(_ConvNd):
 
 class _Centred(ComputedWeight):
     def computed(self, weight: Tensor) -> Tensor:
-        return _centred(weight)
+        return centred(weight)
 
 
 class _Standardized(ComputedWeight):
     def computed(self, weight: Tensor) -> Tensor:
-        return _standardized(weight)
+        return standardized(weight)
 
 
 class CentredConv1d(_Centred, nn.Conv1d):
