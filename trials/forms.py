@@ -72,8 +72,8 @@ class Form:
     means: Literal["own", "average"] = "own"
     """For `closing`: the backward's means of g and g x̂ are those of the group, or they become moving averages."""
     fade: float = 0.0
-    """For `kalman` with `means` "average": the gain rises with λ, to q + fade (1 - q). At 1 the phase ends without a
-    depth prior: running statistics are those of observations, and gradients go through observations alone."""
+    """For `kalman` with `means` "average": 1 is the library's `fade_prior`. The gain rises with λ to 1, so running
+    statistics become those of observations, and gradients go through observations alone."""
     alpha: float = 0.1
     """For `time`: momentum of the moving moments, per step."""
     gradient_alpha: float | None = None
@@ -135,11 +135,8 @@ class Form:
         else:
             kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
         if self.closing and self.means == "average":
-            if self.fade:
-                for norm in (module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)):
-                    norm.fade = self.fade  # type: ignore[assignment]
-                    norm._predict = types.MethodType(_fading, norm)  # type: ignore[method-assign]
-            return kalmannorm.ClosingPhase(model, steps, start=self.close[0], end=self.close[1], top=self.top)
+            start, end = self.close
+            return kalmannorm.ClosingPhase(model, steps, start=start, end=end, top=self.top, fade_prior=self.fade == 1)
         if self.kind == "time" or self.closing:
             return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
         return None
@@ -354,14 +351,6 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
     if form.backward in ("average", "feedback"):
         y = Inject.apply(y, seen.mean, seen.var, at_mean, at_var)  # type: ignore[no-untyped-call]
     return y, posterior, seen
-
-
-def _fading(self: Any, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
-    prior, gain = type(self)._predict(self, previous, rows)
-    if gain is None or not self.closes:
-        return prior, gain
-    share = self.fade * self.closing.strength.clamp(max=0.999)  # p = 0 would divide by 0
-    return prior, gain + (1 - gain) * share
 
 
 def _blind(self: Any, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:

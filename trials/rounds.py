@@ -180,8 +180,8 @@ PEERS = [
     for kind, m in (("moving", 2), ("moving", 1), ("online", 1), ("standardized", 1))
 ]
 
-# Group norm gains most from standardized weights, and Moving Average Batch Norm centres them. What do BKN and batch norm
-# gain? With a mean of 0, a filter hardly passes on the means of its inputs, which the prior gets wrong.
+# Group norm gains most from standardized weights, and Moving Average Batch Norm centres them. What do BKN and batch
+# norm gain? With a mean of 0, a filter hardly passes on the means of its inputs, which the prior gets wrong.
 CLOSED: dict[str, Any] = {"closing": True, "means": "average"}
 STANDARD, CENTRED = (
     {m: dataclasses.replace(form, filters=filters) for m, form in MIDDLE.items()}  # type: ignore[arg-type]
