@@ -22,6 +22,8 @@ from kalmannorm import (
     convert,
     fold,
     fuse,
+    recalibrate,
+    set_inference,
     to_batchnorm,
 )
 from support import two_ranks
@@ -431,3 +433,106 @@ def test_no_second_derivative():
         grad.sum().backward()
     with pytest.raises(RuntimeError, match=r"ClosingPhase\.remove"):
         torch.func.grad(lambda x: model(x).sum())(x.detach())
+
+
+def settled(model: nn.Module, **options) -> ClosingPhase:
+    """The phase of a model that has trained for some steps with λ = 1."""
+    phase = ClosingPhase(model, 8, start=0.1, end=0.3, **options)
+    train(model, phase, range(8))
+    return phase
+
+
+def test_a_faded_prior_is_no_prior():
+    """From the same weights, statistics and averages of gradients, a step is that of batch norm on groups."""
+    model = converted()
+    settled(model, fade_prior=True)
+    other = converted(to="ghost")
+    ClosingPhase(other, 8, start=0, end=0)
+    other.load_state_dict(model.state_dict(), strict=False)
+    x, target = images(9)
+    for each in (model, other):
+        for norm in norms_of(each):
+            norm.forget_gradients()
+        each.zero_grad()
+        loss_of(each, x, target).backward()
+    mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(mine[name].grad, parameter.grad, rtol=1e-12, atol=1e-12, msg=name)
+    gain = mine["4.gain_logit"]
+    assert gain.grad is not None and gain.grad.item() == 0  # DDP waits for a gradient
+    for mine_norm, their_norm in zip(norms_of(model), norms_of(other), strict=True):
+        torch.testing.assert_close(mine_norm.running_var, their_norm.running_var, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine_norm.closing.probe.grad, their_norm.closing.probe.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_faded_prior_is_not_computed(monkeypatch):
+    model = converted()
+    settled(model, fade_prior=True)
+    x, target = images(9)
+    monkeypatch.setattr("kalmannorm._wiring.program.Program._evaluate", _refuse)
+    monkeypatch.setattr("kalmannorm._running.relay.Relay.evaluate", _refuse)
+    loss_of(model, x, target).backward()
+
+
+def _refuse(*args, **kwargs):
+    raise AssertionError("a prior was computed")
+
+
+def test_while_the_prior_fades_the_gain_rises():
+    model, other = converted(gain=0.4), converted(gain=0.4 + 0.6 * 0.25)
+    for each, fades in ((model, True), (other, False)):
+        phase = ClosingPhase(each, 8, start=0, end=1, fade_prior=fades)
+        phase.done = 2
+        phase._set_strength()
+    x, target = images(0)
+    for each in (model, other):
+        loss_of(each, x, target).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        if name != "4.gain_logit":
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-9, msg=name)  # gains are float32
+    assert model[4].gain_logit.grad.abs() > 0
+
+
+def test_single_values_train_until_the_end():
+    """A norm on (N, C) at m = 1 has no variance in a group. It needs its prior until λ = 1, and then none."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.BatchNorm1d(5)]
+    model = convert(nn.Sequential(*layers), torch.randn(4, 3), statistics_batch_size={"1": 2, "": 1})
+    phase = ClosingPhase(model, 12, start=0.2, end=0.6, fade_prior=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(12):
+        optimizer.zero_grad()
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        phase.step()
+    assert loss.isfinite() and all(value.isfinite().all() for value in state(model).values())
+
+
+@pytest.mark.parametrize("options", [{"to": "ghost"}, {}, {"fade_prior": True}], ids=str)
+def test_recalibration_of_a_settled_model(options):
+    """The statistics of one batch make `population` inference what the whole batch normalizes to."""
+    options = dict(options)
+    fades = options.pop("fade_prior", False)
+    model = converted(**options)
+    settled(model, **({"fade_prior": True} if fades else {}))
+    x, _ = images(3, 64)
+    recalibrate(model, [x], progress=False)
+    found = model.eval()(x)
+    whole = to_batchnorm(model) if options or fades else copy.deepcopy(model)
+    if not options and not fades:
+        for norm in norms_of(whole):
+            norm.end_closing()
+            norm.statistics_batch_size = None
+    with torch.no_grad():
+        expected = whole.train()(x)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # buffers are float32
+    assert all(norm.statistics_batch_size == 2 and norm.closes for norm in norms_of(model))
+
+
+def test_example_inference_after_the_phase_warns():
+    model = converted()
+    settled(model)
+    with pytest.warns(UserWarning, match="closing phase.*use 'population'"):
+        set_inference(model, "example")

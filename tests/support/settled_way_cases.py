@@ -53,17 +53,37 @@ def step(model, x):
     return own_step(copy.deepcopy(model), x)
 
 
+@pytest.mark.parametrize("fade", [False, True])
 @pytest.mark.parametrize("make", [Blocks, Branches])
 @pytest.mark.parametrize("layout", narrow([torch.contiguous_format, torch.channels_last], [torch.channels_last]))
-def test_equals_the_long_way(make, layout, monkeypatch):
+def test_equals_the_long_way(make, layout, fade, monkeypatch):
     model = cases.converted(make(), IMAGE).to(DEVICE).to(memory_format=layout)
-    settle(model)
+    settle(model, fade_prior=fade)
     x = torch.randn(4, *IMAGE[1:], device=DEVICE).to(memory_format=layout)
     taken = count_short(monkeypatch)
     poison(monkeypatch)
     found = step(model, x)
     assert len(taken) == len(list(norms(model)))
     cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_only_some_priors_have_faded(monkeypatch):
+    """A norm in another state takes the long way, and the result is right."""
+    model, x, _ = small()
+    model.norm1.settle_closing(True, fades=True)
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == len(list(norms(model))) - (model.norm1.gain_logit is not None)
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_a_prior_that_comes_back(monkeypatch):
+    model, x, _ = small()
+    for fades in (True, False, True):
+        for _, norm in norms(model):
+            norm.settle_closing(True, fades=fades)
+        found = step(model, x)
+        cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
 
 
 @pytest.mark.parametrize("relu", [False, True])

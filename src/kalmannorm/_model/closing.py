@@ -42,6 +42,9 @@ class ClosingPhase:
         start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model.
         top: the strength at `end` and later. Below 1 a share of the noise of small groups stays, as regularization.
         momentum: weight of one step in the moving averages of gradients.
+        fade_prior: the gain of a Kalman norm rises with λ from q to 1, so at λ = 1 the prior has no part any more, and
+            is not computed. The prior then serves the start of training, when there is no history yet. False: running
+            statistics stay those of the posterior.
         present: the share of the present forward, over all of its groups, in the expected gradients. The rest comes
             from the moving averages. The gradient then answers at once to what a step does. Use about 0.5 if a forward
             has 32 examples or more, and 0 if it has one or two. It costs one more pass in the backward of a norm.
@@ -65,6 +68,7 @@ class ClosingPhase:
         end: float = 0.6,
         top: float = 1.0,
         momentum: float = 0.1,
+        fade_prior: bool = False,
         present: float = 0.0,
         scaler: GradScaler | None = None,
         process_group: ProcessGroupChoice = "world",
@@ -79,7 +83,7 @@ class ClosingPhase:
         check_number("momentum", momentum, 0, 1)
         check_number("present", present, 0, 1)
         self.start, self.end, self.top, self.scaler = start, end, top, scaler
-        self.momentum, self.present = momentum, present
+        self.momentum, self.fade_prior, self.present = momentum, bool(fade_prior), present
         self._norms: list[GroupedNorm] = []
         for name, norm in require_norms(model, "ClosingPhase"):
             try:
@@ -141,7 +145,7 @@ class ClosingPhase:
         for norm in self._norms:
             if not norm.closes:
                 norm.begin_closing()
-            norm.settle_closing(strength == 1, self.present)
+            norm.settle_closing(strength == 1, self.present, self.fade_prior)
         for states in self._states():
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * strength] * len(states))

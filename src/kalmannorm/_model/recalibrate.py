@@ -59,6 +59,9 @@ def recalibrate(
     groups, shuffled as in training. All other layers, such as dropout or stochastic depth, run as in `eval()`. Their
     noise does not exist at inference and would increase the variances of all norms after them.
 
+    After a closing phase (λ = 1) recalibration is not necessary. If you call it anyway, each batch is normalized with
+    the statistics of the whole batch instead of its groups. So use large batches.
+
     Each norm gets the kind of statistics that it keeps in training. These are the pooled moments of its posteriors, or
     for batch norms the pooled moments of its input, with biased variance, because a fixed normalizer meets that
     variance. With `total_variance=False` they are the plain average of variances, in Batch Renorm that of σ. Frozen

@@ -112,6 +112,12 @@ class GroupedTally(Tally):
                 track(*args, **kwargs)
 
         change(stack, norm, training=True, frozen=False, _track=track_apart)
+        if norm.closes and norm.closing.settled and norm.total_variance:
+            # It trained with fixed statistics. Those of the whole batch are nearest to that, and each norm then sees
+            # its input as the norms before it will produce it. The pooled statistics do not depend on the groups.
+            change(stack, norm, closes=False, statistics_batch_size=None)
+            if isinstance(norm, BatchKalmanNorm) and norm.closing.fades:
+                change(stack, norm, _needs_prior=_no_prior, _warn_without_previous=_no_warning)
         if norm._pending is not None:
             change(stack, norm, _pending=None)
         if getattr(norm, "process_group", None) is not None:
@@ -180,6 +186,14 @@ class BatchNormTally(Tally):
         if written and self.norm.num_batches_tracked is not None:
             self.norm.num_batches_tracked.fill_(state.batches)  # with `momentum=None` it is the weight of later batches
         return written
+
+
+def _no_prior() -> bool:
+    return False
+
+
+def _no_warning() -> None:
+    pass
 
 
 def blank(like: Tensor) -> Tensor:

@@ -54,6 +54,14 @@ def set_inference(model: nn.Module, mode: Inference, *, statistics_batch_size: S
             raise ValueError(f"set_inference: layer {name or '(the model itself)'!r}: {error}") from None
     for name, norm in found:
         norm.set_inference(mode, statistics_batch_size=sizes[name])
+    settled = [name for name, norm in found if norm.closes and norm.closing.settled]
+    if mode == "example" and settled:
+        warnings.warn(
+            f"set_inference: {len(settled)} norms are at the end of a closing phase, which trained them for their "
+            f"running statistics; use 'population': {named(settled)}",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def freeze_statistics(model: nn.Module, frozen: bool = True) -> None:

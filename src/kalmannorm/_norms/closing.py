@@ -55,6 +55,8 @@ class ClosingState(nn.Module):
     """The factor of the GradScaler."""
     present: float = 0.0
     """κ"""
+    fades: bool = False
+    """Whether the prior of a Kalman norm fades while λ rises: see `BatchKalmanNorm`."""
     settled: bool = False
     """Whether λ is 1. Python must know it without reading the device. Use `GroupedNorm.settle_closing` to set it."""
     probe: Tensor
@@ -65,7 +67,7 @@ class ClosingState(nn.Module):
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.present, self.settled = 0.0, False
+        self.present, self.fades, self.settled = 0.0, False, False
         self.register_buffer("strength", torch.zeros((), device=device, dtype=dtype))
         self.register_buffer("averages", torch.zeros(channels, 3, device=device, dtype=dtype))
         self.register_buffer("scale", torch.ones((), device=device, dtype=dtype), persistent=False)

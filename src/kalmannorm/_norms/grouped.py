@@ -184,16 +184,17 @@ class GroupedNorm(TrackedNorm):
             self.closing = ClosingState(self.num_features, like.device, like.dtype)
             self.closes = True
 
-    def settle_closing(self, settled: bool, present: float | None = None) -> None:
-        """Say whether the strength λ is 1, and set κ. Then the norm runs another way: see `_norms/settled.py`."""
+    def settle_closing(self, settled: bool, present: float | None = None, fades: bool | None = None) -> None:
+        """Say whether the strength λ is 1, set κ, and say whether priors fade.
+
+        At λ = 1 the norm runs another way: see `_norms/settled.py`.
+        """
         closing = self.closing
         present = closing.present if present is None else present
-        if closing.settled != settled:
+        fades = closing.fades if fades is None else fades
+        if (closing.settled, closing.present, closing.fades) != (settled, present, fades):
             self._expire()
-            closing.settled = settled
-        if closing.present != present:
-            self._expire()
-            closing.present = present
+            closing.settled, closing.present, closing.fades = settled, present, fades
 
     def runs_settled(self) -> bool:
         """Whether a training forward normalizes with running statistics alone."""
@@ -340,7 +341,7 @@ class GroupedNorm(TrackedNorm):
     def _train_alone(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool
     ) -> tuple[Tensor, Moments]:
-        if prior is None:
+        if prior is None and not (self.closes and self.closing.settled):  # λ = 1 needs no variance of a group
             check_enough_values(x, self.statistics_batch_size, self)
         y, posterior, observation = self._normalize(x, prior, gain, residual, relu)
         if self.track_running_stats and not recomputing():

@@ -37,6 +37,9 @@ Covariance = Literal["diagonal", "full"]
 _TRACED: WeakKeyDictionary[nn.Module, Moments] = WeakKeyDictionary()
 
 
+MOST_FADED = 0.999
+"""The largest λ by which a prior fades before it is left out. A prior with a weight of 0 would divide 0 by 0."""
+
 SCALES = 1e-2, 1e2
 """Limits of `prior_scale`. A channel beyond them has almost no variance, in the prior or in the data."""
 
@@ -412,16 +415,26 @@ class BatchKalmanNorm(GroupedNorm):
     def has_usual_steps(self) -> bool:
         return has_steps_of(self, BatchKalmanNorm)
 
+    def runs_faded(self) -> bool:
+        """Whether the prior has faded: the norm is settled in a closing phase with `fade_prior`."""
+        return self.closes and self.closing.settled and self.closing.fades
+
     def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""
-        if self.prior_features is None:
+        if self.prior_features is None or self.runs_faded():
             return False
         return (self.training and not self.frozen) or self.inference != "population" or self.running_mean is None
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
-        if previous is None:
+        if previous is None or self.runs_faded():
             self._warn_without_previous()
             return None, None
+        prior, gain = self._prior_and_gain(previous, rows)
+        if gain is not None and self.closes and self.closing.fades:
+            gain = gain + (1 - gain) * self.closing.strength.clamp(max=MOST_FADED)
+        return prior, gain
+
+    def _prior_and_gain(self, previous: Moments, rows: int) -> tuple[Moments, Tensor | None]:
         check_previous(previous, self.prior_features, carried=self.transition is None)
         if previous.mean.shape[0] not in (1, rows):
             previous = previous.pooled()
@@ -436,6 +449,8 @@ class BatchKalmanNorm(GroupedNorm):
     def _warn_without_previous(self) -> None:
         """Warn once. Without the warning, a forgotten `previous` would look like a filter that never learns."""
         if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
+            return
+        if self.runs_faded():
             return
         if self.wire is not None and not self.wire.expects:
             return

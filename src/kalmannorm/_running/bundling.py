@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """One call of a norm: its number, the step of its prior or None if it has none, and the norm.
 
     `shape` is that of its input in the example. `predicts`: the norm computes its prior from a posterior. Then the
-    bundle has only its γ, β and gain.
+    bundle has only its γ, β and gain. `faded`: its prior has faded in a closing phase. Then the bundle has γ and β.
     """
 
     identity: int
@@ -41,6 +41,7 @@ class Call(NamedTuple):
     norm: WeakModule
     shape: tuple[int, ...] = ()
     predicts: bool = False
+    faded: bool = False
 
 
 class Source(NamedTuple):
@@ -122,7 +123,7 @@ def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], i
 
 
 def _gain_of(call: Call) -> Any:
-    return getattr(call.norm.module(), "gain_logit", None)
+    return None if call.faded else getattr(call.norm.module(), "gain_logit", None)
 
 
 class _Node(NamedTuple):
@@ -198,7 +199,7 @@ class _Builder:
             places: list[int | None] = []
             for name in ("weight", "bias", "gain_logit"):
                 tensor = getattr(norm, name)
-                if tensor is None:
+                if tensor is None or (name == "gain_logit" and call.faded):
                     places.append(None)
                     continue
                 assert isinstance(tensor, Tensor)

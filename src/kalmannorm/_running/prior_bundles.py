@@ -31,6 +31,7 @@ from kalmannorm._running.bundling import Call, Fitting, Part, parts_of
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
+from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
 
@@ -79,6 +80,10 @@ class _Cached(NamedTuple):
     outputs: list[Tensor]
 
 
+def _has_gain(norm: WeakModule) -> bool:
+    return getattr(norm.module(), "gain_logit", None) is not None
+
+
 class PriorBundles:
     """The bundles of one model, or of a part that is called by itself."""
 
@@ -93,10 +98,18 @@ class PriorBundles:
         self.lock = threading.Lock()
 
     @classmethod
-    def of(cls, plan: Plan, part: nn.Module | None) -> PriorBundles:
-        """The bundles for all norms of a plan, or for those in a part of the model."""
+    def of(cls, plan: Plan, part: nn.Module | None, faded: bool = False) -> PriorBundles:
+        """The bundles for all norms of a plan, or for those in a part of the model.
+
+        `faded`: all priors have faded. The bundles have γ and β of the norms that run once.
+        """
         inside = None if part is None else {id(module) for module in part.modules()}
         calls = [
+            Call(norm.calls[0].identity, None, norm.module, norm.calls[0].shape, faded=_has_gain(norm.module))
+            for norm in plan.norms.values()
+            if faded and len(norm.calls) == 1
+            if inside is None or id(norm.module.module()) in inside
+        ] or [
             Call(call.identity, call.target, norm.module, call.shape)
             for norm in plan.norms.values()
             for call in norm.calls

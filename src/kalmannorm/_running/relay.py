@@ -59,6 +59,7 @@ _OF_THIS_PROCESS = (
     "learned",
     "state",
     "bundles",
+    "faded",
     "tables",
     "number",
     "compiled",
@@ -101,7 +102,8 @@ class Relay:
         """Create what belongs to this process and is no part of a copy or a pickle."""
         self.learned = self.plan.transition == "learned"
         self.state = ThreadState()
-        self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
+        self.bundles: WeakKeyDictionary[nn.Module, dict[bool, PriorBundles]] = WeakKeyDictionary()
+        self.faded = -1, False  # whether all priors have faded, and the value of `Changes.count` for which this holds
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
         self.number = number_of(self)
         self.compiled: list[CompiledModel] = []  # for each device and dtype
@@ -420,10 +422,20 @@ class Relay:
         """The bundles of the running model, or of the part that runs."""
         part = self.state.part
         assert part is not None
-        if part not in self.bundles:
+        known, faded = self.bundles.setdefault(part, {}), self._has_faded()
+        if faded not in known:
+            inside = None if self.state.whole else part
             make = PriorBundles.of_learned if self.learned else PriorBundles.of
-            self.bundles[part] = make(self.plan, None if self.state.whole else part)
-        return self.bundles[part]
+            known[faded] = PriorBundles.of(self.plan, inside, faded=True) if faded else make(self.plan, inside)
+        return known[faded]
+
+    def _has_faded(self) -> bool:
+        """Whether the priors of all norms have faded in a closing phase. Then they run as norms without priors."""
+        if self.faded[0] != Changes.count:
+            norms: list[Any] = [norm.module.module() for norm in self.plan.norms.values()]
+            fed = [norm for norm in norms if norm is not None and norm.prior_features is not None]
+            self.faded = Changes.count, not self.learned and bool(fed) and all(norm.runs_faded() for norm in fed)
+        return self.faded[1]
 
     def _memo(self, scopes: list[Scope], learned: bool, x: Tensor) -> dict[int, Any]:
         if torch.compiler.is_compiling():

@@ -82,6 +82,7 @@ class Place:
         self.tracks, self.changes = norm.track_running_stats, Changes.count
         self.settled = may_settle and norm.runs_settled()
         takes = norm.takes_short_way(self.call.predicts, self.settled)
+        takes = takes and self.call.faded == (norm.gain_logit is not None and norm.runs_faded())
         usual = takes and norm._ranks.choice is None and norm.has_usual_steps()
         self.usable = usual and (not self.tracks or norm.tracks_by_itself(moments))
         settings = norm.statistics_batch_size, norm.eps, norm.prior_features, self.settled
@@ -291,6 +292,8 @@ class ShortForward:
             return None
         if self._sharded(part):
             return None
+        if torch.is_grad_enabled() and any(each.faded for each in part.calls):
+            rows[0] = _with_idle_gains(rows[0], part.calls)
         return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
 
     def _sharded(self, part: Part) -> bool:
@@ -334,13 +337,34 @@ def prepare(
     kind = kernels_for(x, size)
     if kind is None:
         return None
-    if norm.gain_logit is None:
-        check_enough_values(x, norm.statistics_batch_size, norm)
+    settled = norm.runs_settled()
+    if norm.gain_logit is None or (settled and norm.runs_faded()):
+        if not settled:
+            check_enough_values(x, norm.statistics_batch_size, norm)
         if lone_last(x, size):
             return None
     options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
     kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
+
+
+class _Idle(torch.autograd.Function):
+    """Rows as they are. The parameters get gradients of zero, because DDP waits for a gradient of each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *[torch.zeros_like(parameter) for parameter in ctx.parameters]
+
+
+def _with_idle_gains(rows: Tensor, calls: Sequence[Call]) -> Tensor:
+    gains = [call.norm.tensor("gain_logit") for call in calls if call.faded]
+    learning = [gain for gain in gains if gain.requires_grad]
+    return _Idle.apply(rows, *learning) if learning else rows  # type: ignore[no-untyped-call]
 
 
 def _closing(place: Place) -> Any:
