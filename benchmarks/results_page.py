@@ -340,6 +340,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "chosen": trials.chosen_table,
     "rates and decays": trials.rates_table,
     "ideas": trials.ideas_table,
+    "filters": trials.filters_table,
     "fine-tuning": lab.tuning_table,
     "small batches": lab.small_tables,
     "the paper": paper,

@@ -135,6 +135,8 @@ def described(form: Form, *, size: bool = True) -> str:
     usual = Form(kind=form.kind, m=form.m)
     kind = KINDS[form.kind].replace("BKN", "BKN learned" if form.transition == "learned" else "BKN")
     words = [kind.format(m=form.m) if size else kind.removesuffix(", m = {m}").removesuffix(" of {m}")]
+    if form.filters != "plain":
+        words.append(f"{form.filters} filters")
     if form.level != usual.level:
         words.append(
             {"drift": "moved by the drift of the depth prior", "mixture": "mixed with the depth prior"}[form.level]
