@@ -98,6 +98,10 @@ def _tensors_like(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
+FILTER_OPTIONS = {"centre_weights", "weight_standardization"}
+"""Options of `convert` that concern convolutions, not norms."""
+
+
 def _tracks(module: Any) -> bool:
     """Whether there are running statistics. `track_running_stats` may have been set for another purpose."""
     return module.running_mean is not None and module.running_var is not None
@@ -115,7 +119,7 @@ def fresh_grouped(
         settings["process_group"] = module.process_group or "world"
     if to == "moving-average":
         del settings["momentum"]  # the paper's, not that of the batch norm
-    others = {"gain", "per_channel_gain", "rank", "centre_weights"}
+    others = {"gain", "per_channel_gain", "rank", *FILTER_OPTIONS}
     settings |= {name: value for name, value in options.items() if name not in others}
     fresh: GroupedNorm = GROUPED[to][dims - 1](module.num_features, **settings, **_tensors_like(module))
     fresh.__class__ = kept_class(type(fresh), type(module))

@@ -17,14 +17,28 @@ from torch.nn.parameter import is_lazy
 
 from kalmannorm._model.calibration import calibrate as calibrate_norms
 from kalmannorm._model.calibration import has_trained_statistics
-from kalmannorm._model.class_swap import GROUPED, check_norm, fresh_grouped, fresh_other, swap_class, swap_to_batchnorm
+from kalmannorm._model.class_swap import (
+    FILTER_OPTIONS,
+    GROUPED,
+    check_norm,
+    fresh_grouped,
+    fresh_other,
+    swap_class,
+    swap_to_batchnorm,
+)
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import watch_weight_decay
 from kalmannorm._model.statistics_batch import StatisticsBatch, check_statistics_batch, statistics_batches
 from kalmannorm._model.wiring_report import Wiring, report
 from kalmannorm._norms.baselines import GhostBatchNorm
-from kalmannorm._norms.computed_weights import Computation, check_convolutions, compute_weights, plain_weights
+from kalmannorm._norms.computed_weights import (
+    Computation,
+    check_convolutions,
+    compute_weights,
+    plain_weights,
+    without_computation,
+)
 from kalmannorm._norms.distributed import LayerName
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
@@ -36,7 +50,7 @@ from kalmannorm._support.changes import Changes, watch_replacements
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.copying import Detached, copied, copied_with
 from kalmannorm._support.fused_modules import unfuse
-from kalmannorm._wiring.plan import CallPlan, Plan, Transition, make_plan
+from kalmannorm._wiring.plan import CallPlan, Plan, Transition, find_normalized, make_plan
 from kalmannorm._wiring.recording.frozen import is_frozen
 
 Target = Literal["kalman", "ghost", "renorm", "moving-average", "online", "group", "layer", "instance", "batch"]
@@ -48,8 +62,8 @@ GAINS = {"weights": 0.5, "learned": 0.9}
 _STATISTICS = {"inference", "momentum", "process_group"}
 _AVERAGES = {"total_variance", "observation_momentum"}
 _OPTIONS: dict[str, set[str]] = {
-    "kalman": _STATISTICS | _AVERAGES | {"gain", "per_channel_gain", "rank", "covariance"},
-    "ghost": _STATISTICS | _AVERAGES,
+    "kalman": _STATISTICS | _AVERAGES | {"gain", "per_channel_gain", "rank", "covariance", "weight_standardization"},
+    "ghost": _STATISTICS | _AVERAGES | {"weight_standardization"},
     "renorm": _STATISTICS | {"r_max", "d_max", "warmup_steps", "r_steps", "d_steps"},
     "moving-average": {"inference", "momentum", "real_batch_size", "warmup_steps", "centre_weights"},
     "online": {"forward_decay", "backward_decay", "layer_scaling", "clamp"},
@@ -81,8 +95,9 @@ def convert(
     Args:
         model: contains BatchNorm1d, 2d, 3d, SyncBatchNorm, timm's BatchNormAct2d or classes given to `register_norm`.
         example_input: the model's input: a tensor (or a list: one argument), a tuple of positional arguments or a dict
-            of keyword arguments, on the model's device. Needed for "kalman" only. The model runs on it twice, without
-            gradients, and stays unchanged. Its spatial size should be that of training: see `rewire`.
+            of keyword arguments, on the model's device. Needed for "kalman", and for "ghost" with
+            `weight_standardization`. The model runs on it twice, without gradients, and stays unchanged. Its spatial
+            size should be that of training: see `rewire`.
         to: "kalman"; "ghost" (batch norm on groups), "renorm" (Batch Renorm), "moving-average" (Moving Average Batch
             Norm, with centred weights), "online" (Online Normalization), "group" (GroupNorm with the largest divisor of
             the channels up to `num_groups`), "layer" (GroupNorm with one group), "instance"; "batch" turns norms of
@@ -102,10 +117,11 @@ def convert(
             constants per channel. None: in norms whose statistics were trained. See `calibrate_priors`.
         **options: options of the norms: `inference`, `momentum`, `process_group`; for kalman also `gain` (0.5 at the
             start for weights, 0.9 for learned), `per_channel_gain`, `rank` and `covariance` (learned),
-            `total_variance`, `observation_momentum`; for group `num_groups` and `weight_standardization`; for renorm
-            its schedule; for moving-average `real_batch_size`, `warmup_steps` and `centre_weights`; for online
-            `forward_decay`, `backward_decay`, `layer_scaling` and `clamp`. `momentum` and `process_group` default to
-            those of each norm.
+            `total_variance`, `observation_momentum`; for group `num_groups`; for renorm its schedule; for
+            moving-average `real_batch_size`, `warmup_steps` and `centre_weights`; for online `forward_decay`,
+            `backward_decay`, `layer_scaling` and `clamp`. `momentum` and `process_group` default to those of each norm.
+            For kalman, ghost and group `weight_standardization=True` standardizes filters of convolutions: for group
+            all of them, for the others those with a norm after them, except depthwise ones.
     """
     _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
     if calibrate and (to != "kalman" or transition != "weights"):
@@ -117,7 +133,8 @@ def convert(
         return to_batchnorm(model, inplace=inplace)
     _check_convertible(model)
     computation = _computation(to, options)
-    if computation is not None:
+    chooses = computation is not None and to in ("kalman", "ghost")  # only convolutions with a norm after them
+    if computation is not None and not chooses:
         check_convolutions(model)
     _warn_of_optimizers(model, inplace)
     with torch.inference_mode(False):  # tensors made under inference mode could not be trained
@@ -126,9 +143,14 @@ def convert(
             model, computed = copied_with(model)
         found = {name: (module, kind) for name, module in batch_norms(model).items() if (kind := known(module))}
         sizes = statistics_batches(model, {name: module for name, (module, _) in found.items()}, statistics_batch_size)
-        plan = None
+        plan, normalized = None, None
         if to == "kalman":
             plan = make_plan(model, example_input, _traced(model), transition, computed, more_examples)
+            normalized = [layer for each in plan.normalized if (layer := each.module()) is not None]
+        elif chooses:
+            normalized = find_normalized(model, example_input, _traced(model), computed, more_examples)
+        if chooses:
+            _check_standardized(model, normalized, [module for module, _ in found.values()])
         fresh: dict[str, nn.Module] = {}
         for name, (module, kind) in found.items():  # check all of them before changing any
             try:
@@ -145,7 +167,9 @@ def convert(
         for name, (module, _) in found.items():
             swap_class(module, fresh[name])
         if computation is not None:
-            compute_weights(model, computation)
+            compute_weights(model, computation, normalized if chooses else None)
+            if plan is not None and normalized is not None:
+                plan.read_filters(normalized)
         if to == "ghost":
             norms = [module for module, _ in found.values()]
             _add_hooks(model, connect_without_priors(norms), norms)
@@ -164,6 +188,21 @@ def _computation(to: Target, options: dict[str, Any]) -> Computation | None:
     if to == "moving-average":
         return "centred" if options.get("centre_weights", True) else None
     return "standardized" if options.get("weight_standardization", False) else None
+
+
+def _check_standardized(model: nn.Module, normalized: Sequence[nn.Module] | None, norms: Sequence[nn.Module]) -> None:
+    if not normalized:
+        raise ValueError(
+            f"weight_standardization: {type(model).__name__} has no plain convolution with a norm after it; leave the "
+            "option out"
+        )
+    if any(has_trained_statistics(norm) for norm in norms):
+        warnings.warn(
+            "convert: weight_standardization changes what trained convolutions compute: their filters lose their "
+            "means. Use it for training from scratch, and convert a trained model without it",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _traced(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
@@ -199,8 +238,9 @@ def rewire(model: nn.Module, example_input: Any, *, more_examples: Sequence[Any]
     for norm in wired:
         norm.wire.relay.replacements = Changes.replacements  # this call is what the warning would advise
     traced = {name: (norm, norm.then) for name, norm in norms.items()}
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), without_computation(model) as computed:
         plan = make_plan(model, example_input, traced, transition, more_examples=more_examples)
+    plan.read_filters(computed)
     for name, now in plan.norms.items():
         features = norms[name].prior_features
         sizes = {path.size for call in now.calls for path in (call, *call.others) if path.size is not None}
@@ -280,6 +320,11 @@ def _check_arguments(
             "example_input must be given for to='kalman': the model's input, such as "
             "torch.randn(2, 3, 224, 224); the model runs on it to find the prior of each norm"
         )
+    if to == "ghost" and options.get("weight_standardization") and example_input is None:
+        raise ValueError(
+            "example_input must be given for weight_standardization: the model's input, such as torch.randn(2, 3, 224, "
+            "224); the model runs on it to find the convolutions with a norm after them"
+        )
     if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
         raise TypeError(f"example_input must be the model's input, not a shape: torch.randn({example_input})")
     sizes = check_statistics_batch(size)
@@ -296,11 +341,11 @@ def _check_arguments(
         raise ValueError(f"{', '.join(learned)} belongs to transition='learned', got transition='weights'")
     # The constructor of the norm checks the options before anything changes.
     if to in GROUPED:
+        settings = {name: value for name, value in options.items() if name not in FILTER_OPTIONS}
         for each in sizes or [None]:
             if to == "kalman":
-                GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=each, **options)
+                GROUPED[to][0](1, 1, transition=transition, statistics_batch_size=each, **settings)
             else:
-                settings = {name: value for name, value in options.items() if name != "centre_weights"}
                 GROUPED[to][0](1, statistics_batch_size=each, **settings)
     elif to == "online":
         OnlineNorm(1, **options)

@@ -9,6 +9,8 @@ is the computed one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -38,6 +40,10 @@ def _inputs(weight: Tensor) -> tuple[int, ...]:
 
 class ComputedWeight(_ConvNd):
     """A convolution with a computed weight."""
+
+    @property
+    def filter(self) -> Tensor:
+        return self.computed(self.weight)
 
     def computed(self, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -100,10 +106,11 @@ def check_convolutions(model: nn.Module) -> None:
             )
 
 
-def compute_weights(model: nn.Module, computation: Computation) -> None:
+def compute_weights(model: nn.Module, computation: Computation, modules: Any = None) -> None:
     """Change the class of every convolution in place. Transposed ones stay as they are."""
+    chosen = None if modules is None else set(map(id, modules))
     for module in model.modules():
-        if type(module) in PLAIN:
+        if type(module) in PLAIN and (chosen is None or id(module) in chosen):
             module.__class__ = CLASSES[computation][PLAIN.index(type(module))]
 
 
@@ -115,3 +122,17 @@ def plain_weights(model: nn.Module) -> bool:
         module.weight.copy_(module.computed(module.weight))
         module.__class__ = next(kind for kind in PLAIN if isinstance(module, kind))  # type: ignore[assignment]
     return bool(found)
+
+
+@contextmanager
+def without_computation(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Such convolutions as plain ones that use their weight as it is, to trace them. Yields them."""
+    found = [module for module in model.modules() if isinstance(module, ComputedWeight)]
+    kinds = [type(module) for module in found]
+    try:
+        for module in found:
+            module.__class__ = next(kind for kind in PLAIN if isinstance(module, kind))  # type: ignore[assignment]
+        yield [*found]
+    finally:
+        for module, kind in zip(found, kinds, strict=True):
+            module.__class__ = kind

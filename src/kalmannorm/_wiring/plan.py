@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import nn
 from kalmannorm._support.copying import Detached
 from kalmannorm._support.pickles import Complete
 from kalmannorm._wiring.foldable import foldable
+from kalmannorm._wiring.normalized import normalized_convolutions
 from kalmannorm._wiring.program import NormBelief, Parameter, Posterior, Program
 from kalmannorm._wiring.recording.records import FROM_NUMBERS, UNSEEN
 from kalmannorm._wiring.recording.trace import LostGradientError, NoInputError, Trace, arguments, trace
@@ -62,6 +63,14 @@ class Plan(Complete):
     failed: list[str] = field(default_factory=list)  # at most one run that failed, with its error
     owners: dict[int, str] = field(default_factory=dict)  # layer that each Parameter step reads
     arguments: int = 1  # number of positional arguments in the example
+    normalized: list[WeakModule] = field(default_factory=list)  # convolutions with a norm after them
+
+    def read_filters(self, layers: Iterable[nn.Module]) -> None:
+        """From now on, priors read the attribute `filter` of these layers instead of their weight."""
+        computed = set(map(id, layers))
+        for step in self.program.steps:
+            if isinstance(step, Parameter) and step.name == "weight" and id(step.owner.module()) in computed:
+                step.name = "filter"
 
 
 Norms = Mapping[str, tuple[nn.Module, Sequence[str]]]
@@ -120,7 +129,20 @@ def make_plan(
     names = {id(module): name for name, module in model.named_modules()}
     owned = {i: id(step.owner.module()) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
     owners = {step: names[owner] for step, owner in owned.items() if owner in names}
-    return Plan(program, plans, transition, failed, owners, len(arguments(example_input)[0]))
+    normalized = [WeakModule(layer) for layer in normalized_convolutions(traces)]
+    return Plan(program, plans, transition, failed, owners, len(arguments(example_input)[0]), normalized)
+
+
+def find_normalized(
+    model: nn.Module,
+    example_input: Any,
+    norms: Norms,
+    detached: Detached | None = None,
+    more_examples: Sequence[Any] = (),
+) -> list[nn.Module]:
+    """The convolutions with a norm after them, as in `Plan.normalized`."""
+    traces = [run for each in (example_input, *more_examples) for run in _traces(model, each, norms, detached or {})[0]]
+    return normalized_convolutions(traces)
 
 
 def _traces(model: nn.Module, example_input: Any, norms: Norms, detached: Detached) -> tuple[list[Trace], list[str]]:

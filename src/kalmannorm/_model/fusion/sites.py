@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from kalmannorm._model.fusion.symbolic import IN_PLACE, hooked
+from kalmannorm._norms.computed_weights import ComputedWeight
 from kalmannorm._norms.grouped import GroupedNorm
 
 _RELU_FUNCTIONS = {torch.relu, torch.relu_, F.relu, F.relu_}
@@ -133,7 +134,8 @@ class Finder:
         """Whether a node may write into one of its inputs."""
         module = self._module(node)
         if module is not None:
-            known = isinstance(module, GroupedNorm) or type(module).__module__.startswith("torch.nn.modules.")
+            known = isinstance(module, (GroupedNorm, ComputedWeight))
+            known = known or type(module).__module__.startswith("torch.nn.modules.")
             return not known or any(module.children()) or bool(getattr(module, "inplace", False)) or hooked(module)
         if node.kwargs.get("inplace") or node.kwargs.get("out") is not None or node.target in _IN_PLACE:
             return True

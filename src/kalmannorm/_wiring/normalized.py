@@ -1,0 +1,68 @@
+"""Which convolutions are normalized: all that reads their output goes through a norm, before another layer or the end.
+
+The scale of such a convolution has no effect on what the model computes, so its filters can be standardized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from kalmannorm._wiring.recording.trace import Op, Trace
+from kalmannorm._wiring.rules import names
+
+_WITH_WEIGHTS = names.CONVOLUTIONS | names.TRANSPOSED | {"linear", "matmul", "bmm", "mm", "addmm", "einsum"}
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def normalized_convolutions(runs: Iterable[Trace]) -> list[nn.Module]:
+    """Plain convolutions that ran and are normalized in every run. Depthwise ones are left out.
+
+    A depthwise filter with a mean of 0 would not pass on the mean of its map, and a norm cannot bring it back.
+    """
+    found: dict[int, nn.Module] = {}
+    refused: set[int] = set()
+    for run in runs:
+        readers: dict[int, list[Op]] = {}
+        for op in run.ops:
+            for index in set(op.inputs):
+                readers.setdefault(index, []).append(op)
+        outputs = set(run.outputs)
+        for index, value in enumerate(run.values):
+            if value.owner is None or value.owner[1] != "weight" or type(value.owner[0]) not in _PLAIN:
+                continue
+            layer = value.owner[0]
+            found[id(layer)] = layer
+            uses = readers.get(index, [])
+            if index in outputs or not uses or not all(_is_normalized(run, op, index, readers, outputs) for op in uses):
+                refused.add(id(layer))
+    return [layer for key, layer in found.items() if key not in refused and not _is_depthwise(layer)]
+
+
+def _is_depthwise(layer: nn.Module) -> bool:
+    assert isinstance(layer, _ConvNd)
+    return layer.groups > 1 and layer.in_channels == layer.groups
+
+
+def _is_normalized(run: Trace, use: Op, weight: int, readers: dict[int, list[Op]], outputs: set[int]) -> bool:
+    """Whether the weight is used here as that of a convolution, and only norms read what comes of it."""
+    if use.name not in names.CONVOLUTIONS or len(use.inputs) < 2 or use.inputs[1] != weight:
+        return False
+    pending, seen = list(use.outputs), set(use.outputs)
+    if not any(readers.get(index) for index in pending):
+        return False
+    while pending:
+        index = pending.pop()
+        if index in outputs:
+            return False
+        for op in readers.get(index, ()):
+            if op.norm is not None:
+                continue
+            if op.name in _WITH_WEIGHTS:
+                return False
+            fresh = [each for each in op.outputs if each not in seen]
+            seen.update(fresh)
+            pending += fresh
+    return True
