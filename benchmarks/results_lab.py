@@ -273,6 +273,8 @@ SMALL_METHODS = {
     ("bn", 0.3): "batch norm, closing phase",
     ("bkn", None): "BKN",
     ("bkn", 0.3): "BKN, closing phase",
+    ("bkn-ws", 0.02): "BKN, standardized filters, early closing phase, fading prior",
+    ("bn-ws", 0.02): "batch norm, standardized filters, early closing phase",
     ("mabn", None): "Moving Average Batch Norm",
     ("on", None): "Online Normalization",
     ("gn", None): "group norm",

@@ -27,7 +27,9 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            "--methods", "-m", help="Comma-separated: bn, brn, mabn, on, gn, gn-ws, ln, in, bkn, bkn-learned."
+            "--methods",
+            "-m",
+            help="Comma-separated: bn, bn-ws, brn, mabn, on, gn, gn-ws, ln, in, bkn, bkn-ws, bkn-learned.",
         ),
     ] = "bn,brn,gn,bkn",
     settings: Annotated[

@@ -112,6 +112,20 @@ RECIPE = [
         "0",
     ),
     Shared(
+        "closing_fade",
+        bool,
+        "--closing-fade/--no-closing-fade",
+        "Let the priors of BKN fade while the closing phase begins.",
+        "no-closing-fade",
+    ),
+    Shared(
+        "statistics_momentum",
+        float,
+        "--statistics-momentum",
+        "Weight of one step in running statistics; use less for true batches of a few examples.",
+        "0.1",
+    ),
+    Shared(
         "pretrained",
         bool,
         "--pretrained/--no-pretrained",

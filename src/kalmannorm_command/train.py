@@ -28,7 +28,8 @@ def train(
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", help="Normalizer: bn, brn, mabn, on, gn, gn-ws, ln, in, bkn or bkn-learned. [default: bkn]"
+            "--method",
+            help="Normalizer: bn, bn-ws, brn, mabn, on, gn, gn-ws, ln, in, bkn, bkn-ws or bkn-learned. [default: bkn]",
         ),
     ] = None,
     setting: Annotated[

@@ -29,12 +29,19 @@ class Method:
     def takes(self, name: str) -> bool:
         """Whether this recipe field has an effect on it."""
         closes = self.to in ("kalman", "ghost")
-        taken = {"gain": self.to == "kalman", "finish_epochs": self.groups}
+        taken = {"gain": self.to == "kalman", "finish_epochs": self.groups, "closing_fade": self.to == "kalman"}
+        taken["statistics_momentum"] = self.to in ("kalman", "ghost", "renorm")
         return (taken | dict.fromkeys(("closing_start", "closing_end", "closing_present"), closes)).get(name, True)
 
 
 METHODS: dict[str, Method] = {
     "bn": Method("BN", "Batch norm: each group is normalized by its own statistics.", "ghost"),
+    "bn-ws": Method(
+        "BN + WS",
+        "Batch norm, and convolutions with standardized weights.",
+        "ghost",
+        {"weight_standardization": True},
+    ),
     "brn": Method(
         "BRN",
         "Batch Renorm: batch norm, corrected towards its moving averages.",
@@ -78,6 +85,12 @@ METHODS: dict[str, Method] = {
         "kalman",
         {"transition": "weights"},
     ),
+    "bkn-ws": Method(
+        "BKN + WS",
+        "Batch Kalman norm, and convolutions with standardized weights.",
+        "kalman",
+        {"transition": "weights", "weight_standardization": True},
+    ),
     "bkn-learned": Method(
         "BKN learned",
         "The paper's Batch Kalman norm: how one layer predicts the next is learned.",
@@ -92,9 +105,18 @@ def method(name: str) -> Method:
 
 
 def normalized(
-    model: nn.Module, name: str, example: Tensor, *, statistics_batch: int, steps: int, gain: float | None = None
+    model: nn.Module,
+    name: str,
+    example: Tensor,
+    *,
+    statistics_batch: int,
+    steps: int,
+    gain: float | None = None,
+    momentum: float | None = None,
 ) -> nn.Module:
-    """Convert a model in place, for a training of `steps` steps. `gain` is the initial q; None is the method's default.
+    """Convert a model in place, for a training of `steps` steps.
+
+    `gain` is the initial q, `momentum` that of the running statistics. None: the method's default.
 
     Batch Renorm uses the schedule of its paper, scaled from 160,000 steps to `steps`.
     """
@@ -104,6 +126,8 @@ def normalized(
         options["statistics_batch_size"] = statistics_batch
     if chosen.takes("gain") and gain is not None:
         options["gain"] = gain
+    if chosen.takes("statistics_momentum") and momentum is not None:
+        options["momentum"] = momentum
     if chosen.to == "renorm":
         options.update(warmup_steps=steps // 32, r_steps=steps // 4, d_steps=5 * steps // 32)
     return convert(model, example, to=chosen.to, inplace=True, **options)  # type: ignore[arg-type]

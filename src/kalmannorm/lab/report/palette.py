@@ -19,7 +19,8 @@ MARKERS = ("circle", "square", "triangle", "diamond")
 DIVERGING = (("#8c4a00", "#f7f5f2", "#0a3f8f"), ("#f09a3e", "#22262b", "#6aa8f0"))
 SEQUENTIAL = (("#f2f5f9", "#6f9bd1", "#0a2f70"), ("#1d232b", "#3f6fae", "#cfe3ff"))
 
-_FIXED = {"bkn": 0, "bn": 1, "gn": 2, "bkn-learned": 3, "brn": 4, "ln": 5, "in": 6, "mabn": 7, "on": 8, "gn-ws": 9}
+_FIXED = {"bkn": 0, "bn": 1, "gn": 2, "bkn-learned": 3, "brn": 4, "ln": 5, "in": 6, "mabn": 7}
+_FIXED |= {"on": 8, "gn-ws": 9, "bkn-ws": 10, "bn-ws": 11}
 
 
 LOOKS = 64

@@ -81,6 +81,7 @@ def model_of(recipe: Recipe, data: Data, device: torch.device) -> nn.Module:
         statistics_batch=recipe.statistics_batch,
         steps=steps_of(recipe, data),
         gain=recipe.gain,
+        momentum=recipe.statistics_momentum,
     )
 
 

@@ -393,7 +393,15 @@ def _closing(model: nn.Module, recipe: Recipe, steps: int) -> ClosingPhase | Non
     if start is None:
         return None
     end = min(start + 0.3, 1.0) if end is None else end
-    return ClosingPhase(model, steps, start=start, end=end, present=recipe.closing_present or 0.0)
+    return ClosingPhase(
+        model,
+        steps,
+        start=start,
+        end=end,
+        momentum=0.1 if recipe.statistics_momentum is None else recipe.statistics_momentum,
+        fade_prior=recipe.closing_fade,
+        present=recipe.closing_present or 0.0,
+    )
 
 
 def _told(model: nn.Module, recipe: Recipe) -> str:
