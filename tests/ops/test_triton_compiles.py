@@ -19,6 +19,7 @@ pytest.importorskip("triton", minversion="3.3")
 
 from kalmannorm import Moments, convert
 from kalmannorm._ops import dispatch
+from kalmannorm._ops.filters import triton_together
 from kalmannorm._ops.normalize import tiling, triton_run, triton_settled_run
 from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledGrads, SettledInputs
 from kalmannorm._ops.predict import triton_predict
@@ -240,6 +241,24 @@ def test_tracking_together(kind, groups, compiled):
     triton_many.track_many([request(kind, groups, observes=kind == "total") for _ in range(3)], {})
     assert compiled.keys() == {"track_many_kernel"}
     assert "atom.global.gpu.acq_rel" in compiled["track_many_kernel"]
+
+
+@pytest.mark.parametrize("standardize", [False, True], ids=["centred", "standardized"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["by address", "gathered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filters(dtype, gathered, standardize, compiled, monkeypatch):
+    """Nothing is added by atomics, and no tile needs more shared memory than the sums of its threads."""
+    weights = [torch.zeros(8, 3, 3, 3, dtype=dtype), torch.zeros(8, 300, 3, 3, dtype=dtype)]
+    layers = triton_together.layers_of(weights)
+    if gathered:
+        monkeypatch.setattr(triton_together._UPLOADS, "find", lambda *_: None)
+    filters, statistics = triton_together.forward(weights, layers, standardize)
+    like = [(weight.shape, weight.stride()) for weight in weights]
+    known = (weights, statistics) if standardize else ()
+    triton_together.backward([filters[0], None], like, layers, *known)
+    assert compiled.keys() == {"filters_kernel", "filters_backward_kernel"}
+    assert not any("atom" in assembly for assembly in compiled.values())
+    assert max(compiled.shared.values()) <= 2**11
 
 
 @pytest.mark.parametrize(("C", "P"), [(16, 16), (1, 64)])

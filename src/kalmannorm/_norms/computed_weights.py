@@ -1,66 +1,121 @@
-"""Convolutions that compute their weight from a parameter W, for norms that need it. Per output channel:
+"""Convolutions that compute their filter from a parameter W, for norms that need it: centred or standardized per output
+channel. `_ops/filters/definition.py` has the equations.
 
-    centred         W - mean(W)                             Moving Average Batch Norm (Yan et al., 2020)
-    standardized    (W - mean(W)) / sqrt(var(W) + eps)      Weight Standardization (Qiao et al., 2019); eps = 1e-5
+Names and parameters stay those of the convolution: `weight` is W, and `filter` is computed. At the beginning of the
+model's forward two hooks compute the filters of all its convolutions together, and keep them until its end. Everything
+else computes a filter where it is read: a convolution that is called by itself, one in a unit of FSDP, and compiled
+code. Numbers do not depend on that.
 
-Names and parameters stay those of the convolution. `plain_weights` makes it a convolution of torch again, whose weight
-is the computed one.
+`plain_weights` makes it a convolution of torch again, whose weight is the filter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-EPS = 1e-5
-
-Computation = Literal["centred", "standardized"]
-
-
-def centred(weight: Tensor) -> Tensor:
-    """With a mean of 0 per output channel."""
-    return weight - weight.mean(_inputs(weight), keepdim=True)
-
-
-def standardized(weight: Tensor) -> Tensor:
-    """With a mean of 0 and a variance of 1 per output channel."""
-    var, mean = torch.var_mean(weight, _inputs(weight), correction=0, keepdim=True)
-    return (weight - mean) * (var + EPS).rsqrt()  # in the memory format of the weight
+from kalmannorm._ops.dispatch import functions_watched, transformed
+from kalmannorm._ops.filters import aten
+from kalmannorm._ops.filters.definition import Computation as Computation
+from kalmannorm._ops.filters.together import filters_of
+from kalmannorm._support.activation_checkpoints import recompute_id, saving, segments
+from kalmannorm._support.compiling import leave_to_python, set_callback
+from kalmannorm._support.sharded_modules import kinds_of_units
+from kalmannorm._support.tracing import jit_traces
 
 
-def _inputs(weight: Tensor) -> tuple[int, ...]:
-    """All dimensions but that of output channels."""
-    return tuple(range(1, weight.dim()))
+class Known(NamedTuple):
+    """A filter that was computed at the beginning of a forward, and how."""
+
+    weight: Tensor
+    version: int
+    filter: Tensor
+    saving: Any  # the hooks on saved tensors
+    backward: int  # the backward inside which the forward runs, or -1
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether it is the filter of this weight as it is now, and has the gradient that is needed now."""
+        if self.weight is not weight or self.version != weight._version or self.backward != recompute_id():
+            return False
+        if self.filter.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        return self.filter.requires_grad or not (weight.requires_grad and torch.is_grad_enabled())
+
+
+Filters = dict[tuple[int, Computation], Known]
+"""By the identity of the weight, and what is computed."""
+
+
+class _Running(threading.local):
+    """The filters of the forwards that run in this thread."""
+
+    def __init__(self) -> None:
+        self.known: Filters = {}
+        self.models: list[tuple[nn.Module, Filters]] = []  # each with what was known before
+
+
+RUNNING = _Running()
+
+
+def _kept(weight: Tensor, computation: Computation) -> Tensor | None:
+    """The filter that was computed at the beginning of the forward, or None.
+
+    An activation checkpoint counts the tensors that its segment saves. So its recomputation has to take the same filter
+    again, and the segment keeps it. Inside other hooks on saved tensors it is computed where it is read.
+    """
+    now, key = saving(), (id(weight), computation)
+    known = RUNNING.known.get(key)
+    usable = known is not None and known.holds(weight)
+    if known is not None and usable and known.saving is now:
+        return known.filter
+    running = [] if now is None else segments()
+    if not running or running[0].reentrant():
+        return None
+    segment = running[0]
+    kept: Filters = vars(segment.key).setdefault("_kalmannorm_filters", {})
+    if known is not None and usable and not segment.recomputed:
+        kept[key] = known
+    found = kept.get(key)
+    return None if found is None or found.weight is not weight else found.filter
 
 
 class ComputedWeight(_ConvNd):
-    """A convolution with a computed weight."""
+    """A convolution with a computed filter."""
+
+    computation: Computation
 
     @property
     def filter(self) -> Tensor:
-        return self.computed(self.weight)
+        """The computed weight, with its gradient."""
+        return self._filter_of(self.weight)
 
     def computed(self, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The filter of this weight, computed now."""
+        return filters_of([weight], self.computation)[0]
+
+    def _filter_of(self, weight: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return aten.computed(weight, self.computation)
+        known = _kept(weight, self.computation)
+        return self.computed(weight) if known is None else known
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = super()._conv_forward(input, self.computed(weight), bias)
+        result: Tensor = super()._conv_forward(input, self._filter_of(weight), bias)
         return result
 
 
 class _Centred(ComputedWeight):
-    def computed(self, weight: Tensor) -> Tensor:
-        return centred(weight)
+    computation = "centred"
 
 
 class _Standardized(ComputedWeight):
-    def computed(self, weight: Tensor) -> Tensor:
-        return standardized(weight)
+    computation = "standardized"
 
 
 class CentredConv1d(_Centred, nn.Conv1d):
@@ -94,10 +149,13 @@ CLASSES: dict[Computation, tuple[Any, ...]] = {
 }
 
 
-def check_convolutions(model: nn.Module) -> None:
-    """Raise an error for a convolution whose weight cannot be computed."""
+def check_convolutions(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> None:
+    """Raise an error for a convolution whose weight cannot be computed. `modules`: only these. None: all."""
+    chosen = _chosen(modules)
     for name, module in model.named_modules():
         if not isinstance(module, _ConvNd) or isinstance(module, _ConvTransposeNd):
+            continue
+        if chosen is not None and id(module) not in chosen:
             continue
         if type(module) not in PLAIN or module._parameters.get("weight") is None or "forward" in vars(module):
             raise TypeError(
@@ -106,12 +164,19 @@ def check_convolutions(model: nn.Module) -> None:
             )
 
 
-def compute_weights(model: nn.Module, computation: Computation, modules: Any = None) -> None:
-    """Change the class of every convolution in place. Transposed ones stay as they are."""
-    chosen = None if modules is None else set(map(id, modules))
+def compute_weights(model: nn.Module, computation: Computation, modules: Iterable[nn.Module] | None = None) -> None:
+    """Change the class of convolutions in place. Transposed ones stay as they are. `modules`: only these. None: all."""
+    chosen = _chosen(modules)
     for module in model.modules():
         if type(module) in PLAIN and (chosen is None or id(module) in chosen):
             module.__class__ = CLASSES[computation][PLAIN.index(type(module))]
+    _remove_hooks(model)
+    model.register_forward_pre_hook(ComputeFilters())
+    model.register_forward_hook(ForgetFilters(), always_call=True)
+
+
+def _chosen(modules: Iterable[nn.Module] | None) -> set[int] | None:
+    return None if modules is None else {id(module) for module in modules}
 
 
 @torch.no_grad()
@@ -121,6 +186,8 @@ def plain_weights(model: nn.Module) -> bool:
     for module in found:
         module.weight.copy_(module.computed(module.weight))
         module.__class__ = next(kind for kind in PLAIN if isinstance(module, kind))  # type: ignore[assignment]
+    for each in model.modules():
+        _remove_hooks(each)
     return bool(found)
 
 
@@ -136,3 +203,95 @@ def without_computation(model: nn.Module) -> Iterator[list[nn.Module]]:
     finally:
         for module, kind in zip(found, kinds, strict=True):
             module.__class__ = kind
+
+
+class ComputeFilters:
+    """A forward pre-hook. It is an object, not a closure, so that the model can be pickled."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        compiler = set_callback(None)
+        try:
+            if compiler is None:  # compiled code computes filters where it reads them
+                _begin(module)
+        finally:
+            set_callback(compiler)
+
+
+class ForgetFilters:
+    """A forward hook. It is also called if the forward fails."""
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        compiler = set_callback(None)
+        try:
+            _end(module)
+        finally:
+            set_callback(compiler)
+
+
+# Around a compiled model they are work for Python, and not worth a compilation of their own.
+leave_to_python(ComputeFilters.__call__)
+leave_to_python(ForgetFilters.__call__)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, (ComputeFilters, ForgetFilters))]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def _begin(model: nn.Module) -> None:
+    _end(model)  # its last forward was interrupted, or the forward calls itself
+    computed = _computed_in(model)
+    RUNNING.models.append((model, RUNNING.known))
+    RUNNING.known = RUNNING.known | computed
+
+
+def _end(model: nn.Module) -> None:
+    for place, (running, before) in enumerate(RUNNING.models):
+        if running is model:
+            RUNNING.known = before
+            del RUNNING.models[place:]
+            return
+
+
+def _computed_in(model: nn.Module) -> Filters:
+    """The filters of a model, as many as can be computed together."""
+    if transformed() or jit_traces() or functions_watched():
+        return {}
+    weights: dict[Computation, dict[int, Tensor]] = {"centred": {}, "standardized": {}}
+    for module in _convolutions(model):
+        weight = _tensor_of(module)
+        if type(weight) in (Tensor, nn.Parameter) and not weight.is_inference():
+            weights[module.computation][id(weight)] = weight
+    found: Filters = {}
+    hooks, backward = saving(), recompute_id()
+    for computation, each in weights.items():
+        if each:
+            for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
+                found[id(weight), computation] = Known(weight, weight._version, filter, hooks, backward)
+    return found
+
+
+def _convolutions(model: nn.Module) -> Iterator[ComputedWeight]:
+    """Those of a model, in any order. Not those in units that FSDP shards by themselves."""
+    units = kinds_of_units()
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, ComputedWeight):
+            yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen and not isinstance(child, units):
+                seen.add(id(child))
+                waiting.append(child)
+
+
+def _tensor_of(module: ComputedWeight) -> Any:
+    """Its weight, if it is the same tensor at every access. A parametrized weight is not."""
+    weight = module._parameters.get("weight")
+    return module.__dict__.get("weight") if weight is None else weight

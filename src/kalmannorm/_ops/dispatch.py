@@ -10,6 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.normalize import aten, aten_settled, native
@@ -20,6 +22,7 @@ from kalmannorm._ops.normalize.native_learned import NativeLearned
 from kalmannorm._ops.normalize.native_rows import NativeRows
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.track import aten_many
+from kalmannorm.moments import closed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_CHANNELS = 2**20
@@ -134,6 +137,35 @@ def expecting_for(*tensors: Tensor) -> ModuleType | None:
     from kalmannorm._ops.expect import triton_expect
 
     return triton_expect if tensors[0].shape[0] < 2**16 else None
+
+
+def filters_for(*weights: Tensor) -> ModuleType | None:
+    """`triton_together`, or None if it cannot read these weights of one device and dtype. It is not a registered op."""
+    first = weights[0]
+    # Nothing that watches calls of torch sees a launch.
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not closed.applicable()
+    if watched or functions_watched() or first.dtype not in DTYPES or not has_kernels(first.device):
+        return None
+    for weight in weights:
+        if type(weight) not in (Tensor, torch.nn.Parameter) or not 0 < weight.numel() < 2**31 or not _in_rows(weight):
+            return None
+    from kalmannorm._ops.filters import triton_together
+
+    return triton_together
+
+
+def functions_watched() -> bool:
+    """Whether a mode sees the calls of torch functions. That of `torch.set_default_device` changes only new tensors."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def _in_rows(weight: Tensor) -> bool:
+    """Whether the values of each output channel are adjacent, and the channels follow one another."""
+    other = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
+    return weight.is_contiguous() or (other is not None and weight.is_contiguous(memory_format=other))
 
 
 def _read_by_kernels(*tensors: Tensor) -> bool:

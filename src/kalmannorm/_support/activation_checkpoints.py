@@ -44,6 +44,14 @@ def saved_tensors_hooked() -> bool:
     return _top_hooks is None or _top_hooks(True) is not None
 
 
+def saving() -> Any:
+    """What stands for the active hooks on saved tensors: the same object as long as they are active. None: no hooks."""
+    if _top_hooks is None:
+        return object()  # unknown
+    hooks = _top_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from kalmannorm._norms.computed_weights import ComputeFilters, ForgetFilters
 from kalmannorm._ops.track.averages import Pending
 from kalmannorm._running.relay import Begin, End
 
@@ -32,6 +33,7 @@ _values_of = methodcaller("values")  # registries of a ScriptModule are no dicts
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set)
+_OUR_HOOKS = (Begin, End, ComputeFilters, ForgetFilters)
 _numbers = count()
 
 
@@ -216,7 +218,7 @@ class ModelState:
     def hooked(self) -> bool:
         """Whether a module has hooks that are not of this library. A replay would not call them."""
         kept = filter(None, chain.from_iterable(map(_hooks_of, self.dicts)))
-        return any(not isinstance(hook, (Begin, End)) for hooks in kept for hook in hooks.values())
+        return any(not isinstance(hook, _OUR_HOOKS) for hooks in kept for hook in hooks.values())
 
     def problem(self) -> str | None:
         for module, own in zip(self.modules, self.dicts, strict=True):

@@ -1,0 +1,1 @@
+"""Computes the filters of convolutions from their weights."""

@@ -1,0 +1,78 @@
+"""The filters of many convolutions: with Triton kernels in one launch for each device and dtype, else one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmannorm._ops.dispatch import filters_for, on_device_of
+from kalmannorm._ops.filters import aten
+from kalmannorm._ops.filters.definition import Computation
+from kalmannorm.moments import closed
+
+
+def filters_of(weights: Sequence[Tensor], computation: Computation) -> list[Tensor]:
+    """The filter of each weight, with its gradient. Each has the same bits as if it were computed alone."""
+    found: list[Tensor | None] = [None] * len(weights)
+    alike: dict[Any, list[int]] = {}
+    for place, weight in enumerate(weights):
+        alike.setdefault((weight.device, weight.dtype), []).append(place)
+    for places in alike.values():
+        made = _computed([weights[place] for place in places], computation)
+        for place, filter in zip(places, made, strict=True):
+            found[place] = filter
+    return [filter for filter in found if filter is not None]
+
+
+def _computed(weights: Sequence[Tensor], computation: Computation) -> Sequence[Tensor]:
+    """Of weights with one device and dtype."""
+    run = filters_for(*weights)
+    if run is not None:
+        with on_device_of(weights[0]):
+            layers = run.layers_of(weights)
+            if layers is not None and torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+                made: tuple[Tensor, ...] = _Node.apply(run, layers, computation, *weights)  # type: ignore[no-untyped-call]
+                return made
+            if layers is not None:
+                filters: list[Tensor] = run.forward(weights, layers, computation == "standardized")[0]
+                return filters
+    return [aten.computed(weight, computation) for weight in weights]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, layers: Any, computation: Computation, *weights: Tensor) -> tuple[Tensor, ...]:
+        filters, statistics = run.forward(weights, layers, computation == "standardized")
+        ctx.run, ctx.layers, ctx.computation = run, layers, computation
+        ctx.like = [(weight.shape, weight.stride()) for weight in weights]
+        if computation == "standardized":
+            ctx.save_for_backward(statistics, *weights)
+        ctx.set_materialize_grads(False)
+        frozen = [filter for filter, needed in zip(filters, ctx.needs_input_grad[3:], strict=True) if not needed]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(filters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        none: tuple[None, None, None] = None, None, None
+        if all(grad is None for grad in grads):
+            return *none, *grads
+        if torch.is_grad_enabled():  # gradients that will be differentiated again
+            return *none, *_differentiated(ctx, grads)
+        first = next(grad for grad in grads if grad is not None)
+        with on_device_of(first):
+            if ctx.computation == "centred":
+                return *none, *ctx.run.backward(grads, ctx.like, ctx.layers)
+            statistics, *weights = ctx.saved_tensors
+            return *none, *ctx.run.backward(grads, ctx.like, ctx.layers, weights, statistics)
+
+
+def _differentiated(ctx: Any, grads: Sequence[Tensor | None]) -> list[Any]:
+    if ctx.computation == "centred":  # the function is linear and its own adjoint
+        return [None if grad is None else aten.computed(grad, "centred") for grad in grads]
+    return closed.again(
+        lambda *weights: [aten.computed(weight, "standardized") for weight in weights], ctx.saved_tensors[1:], grads
+    )

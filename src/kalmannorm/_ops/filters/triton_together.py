@@ -1,0 +1,179 @@
+"""Launches the kernels that compute the filters of many convolutions: one launch forward, and one backward.
+
+Sizes of layers are in a table, which is written once for each list of shapes. Addresses of weights stay the same from
+step to step, and those of gradients mostly do. So lists of addresses are kept, too. While a CUDA graph is captured,
+nothing may be uploaded. Tensors with unknown addresses are then copied into one tensor, in few launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kalmannorm._ops.filters.definition import EPS
+from kalmannorm._ops.filters.triton_filters import filters_backward_kernel, filters_kernel, rows_at_once
+from kalmannorm._ops.triton_launching import ALIGNED, ready
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KEPT = 64
+"""Number of tables and of lists of addresses that are kept, the most recently written."""
+
+Shapes = tuple[tuple[int, int], ...]
+"""For each layer: the number of rows, and their length."""
+
+
+class Layers(NamedTuple):
+    """A list of layers as the kernels see it."""
+
+    table: Tensor
+    work: Tensor  # for each program: its layer, and its block of rows
+    starts: tuple[int, ...]  # of each layer in a tensor that contains all of them
+    size: int  # of that tensor
+    rows: int
+
+
+class Uploads:
+    """Tensors of integers on a device, by what they contain. Those that a CUDA graph reads are kept for ever."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[int, Any]] = {}  # with the stream of the copy, in whose order it can be read
+        self.captured: dict[Any, Any] = {}
+
+    def find(self, key: Any, device: torch.device, make: Callable[[], Any]) -> Any:
+        """None if it is not there and cannot be written now."""
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        before, made = self.known.get(key, (0, None))
+        if capturing:  # nothing that was uploaded before is still on its way
+            if made is not None:
+                self.captured[key] = made
+            return made
+        if made is None or before != stream:
+            with torch.inference_mode(False):  # it is also used in training
+                made = make()
+            for old in list(self.known)[: max(len(self.known) + 1 - KEPT, 0)]:
+                self.known.pop(old, None)
+            self.known[key] = stream, made
+        return made
+
+
+_UPLOADS = Uploads()
+
+
+def _uploaded(integers: Tensor, device: torch.device) -> Tensor:
+    """In stream order. Nobody waits for the device."""
+    return integers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else integers
+
+
+def layers_of(weights: Sequence[Tensor]) -> Layers | None:
+    """The table of these weights. None while a CUDA graph is captured, if it was not written before."""
+    first = weights[0]
+    shapes = tuple((weight.shape[0], weight.numel() // weight.shape[0]) for weight in weights)
+    step = ALIGNED // first.element_size()
+
+    def made() -> Layers:
+        return _written(shapes, step, first.device)
+
+    found: Layers | None = _UPLOADS.find(("layers", shapes, step, first.device), first.device, made)
+    return found
+
+
+def _written(shapes: Shapes, step: int, device: torch.device) -> Layers:
+    starts, lines, blocks, start, rows = list[int](), list[tuple[int, ...]](), list[int](), 0, 0
+    for count, length in shapes:
+        starts.append(start)
+        lines.append((start, rows, count, length))
+        blocks.append(-(-count // rows_at_once(length)))
+        start += -(-count * length // step) * step
+        rows += count
+    numbers = torch.tensor(blocks, device="cpu")
+    layer = torch.arange(len(blocks), device="cpu").repeat_interleave(numbers)
+    block = torch.arange(len(layer), device="cpu") - (numbers.cumsum(0) - numbers)[layer]
+    table = torch.tensor(lines, dtype=torch.int64, device="cpu")
+    work = torch.stack([layer, block], 1).to(torch.int32)
+    return Layers(_uploaded(table, device), _uploaded(work, device), tuple(starts), start, rows)
+
+
+def _divided(memory: Tensor, layers: Layers, like: Sequence[tuple[Any, Any]]) -> list[Tensor]:
+    """The tensors in memory that contains all of them, each with its shape and strides."""
+    return [memory.as_strided(*each, start) for each, start in zip(like, layers.starts, strict=True)]
+
+
+def _source(
+    tensors: Sequence[Tensor | None], layers: Layers, like: Sequence[tuple[Any, Any]], device: torch.device, dtype: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """One tensor with all values, or a list of addresses. The address of a missing tensor is 0."""
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+    def made() -> Tensor:
+        return _uploaded(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
+
+    listed = _UPLOADS.find(("addresses", addresses, device), device, made)
+    if listed is not None:
+        return None, listed
+    memory = torch.zeros(layers.size, dtype=dtype, device=device)
+    pairs = zip(_divided(memory, layers, like), tensors, strict=True)
+    there = [(place, tensor) for place, tensor in pairs if tensor is not None]
+    torch._foreach_copy_([place for place, _ in there], [tensor for _, tensor in there])
+    return memory, None
+
+
+def forward(weights: Sequence[Tensor], layers: Layers, standardize: bool) -> tuple[list[Tensor], Tensor]:
+    """The filters, and the mean and the scale of every row (2, rows)."""
+    first = weights[0]
+    like = [(weight.shape, weight.stride()) for weight in weights]
+    gathered, addresses = _source(weights, layers, like, first.device, first.dtype)
+    memory = torch.empty(layers.size, dtype=first.dtype, device=first.device)
+    statistics = torch.empty((2, layers.rows), dtype=torch.float32, device=first.device)
+    options = {"TYPE": TYPES[first.dtype], "GATHERED": addresses is None, "STANDARDIZE": standardize, "num_warps": 4}
+    ready(filters_kernel, (layers.work.shape[0],), first.device, **options)(
+        gathered, addresses, memory, statistics, layers.table, layers.work, layers.rows, EPS
+    )
+    return _divided(memory, layers, like), statistics
+
+
+def backward(
+    grads: Sequence[Tensor | None],
+    like: Sequence[tuple[Any, Any]],
+    layers: Layers,
+    weights: Sequence[Tensor] | None = None,
+    statistics: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Gradients of the weights, from those of the filters. `weights` and `statistics` of standardized filters.
+
+    `like` has the shape and the strides of each weight.
+    """
+    first = next(grad for grad in grads if grad is not None)
+    device, dtype = first.device, first.dtype
+    fitting = [None if grad is None else _fitted(grad, each) for grad, each in zip(grads, like, strict=True)]
+    arrived, grad_addresses = _source(fitting, layers, like, device, dtype)
+    gathered, addresses = (None, None) if weights is None else _source(weights, layers, like, device, dtype)
+    memory = torch.empty(layers.size, dtype=dtype, device=device)
+    options = {
+        "TYPE": TYPES[dtype],
+        "GRADS_GATHERED": grad_addresses is None,
+        "GATHERED": addresses is None,
+        "STANDARDIZE": weights is not None,
+        "num_warps": 4,
+    }
+    ready(filters_backward_kernel, (layers.work.shape[0],), device, **options)(
+        arrived, grad_addresses, gathered, addresses, memory, memory if statistics is None else statistics,
+        layers.table, layers.work, layers.rows,
+    )  # fmt: skip
+    made = _divided(memory, layers, like)
+    return [None if grad is None else change for grad, change in zip(grads, made, strict=True)]
+
+
+def _fitted(grad: Tensor, like: tuple[Any, Any]) -> Tensor:
+    """With the strides of the weight, so that both have the same order in memory."""
+    shape, strides = like
+    if grad.stride() == strides:
+        return grad
+    different = [size for size, own, given in zip(shape, grad.stride(), strides, strict=True) if own != given]
+    if max(different) == 1:  # such a dimension may have any stride
+        return grad
+    return grad.new_empty_strided(shape, strides).copy_(grad)
