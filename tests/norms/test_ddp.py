@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmannorm import BatchKalmanNorm2d, BatchRenorm2d, convert, freeze_statistics, moments, set_inference
+from kalmannorm._norms.computed_weights import compute_weights
 from support import two_ranks
 
 F64 = torch.float64
@@ -67,6 +68,15 @@ class Renorm(nn.Sequential):
         super().__init__(nn.Conv2d(2, 4, 5, dtype=F64), norm)
 
 
+class ComputedFilters(nn.Sequential):
+    """Convolutions with standardized filters. The hooks that compute them are inside of DDP."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Conv2d(2, 4, 3, dtype=F64), nn.ReLU(), nn.Conv2d(4, 4, 3, dtype=F64))
+        compute_weights(self, "standardized")
+
+
 def frozen(kind, mode="population", **options):
     """In training, but with the statistics it has."""
     net = kind(**options)
@@ -105,6 +115,7 @@ NETS = {
     "synchronised, forgotten previous": partial(Forgotten, process_group="world"),
     "frozen synchronised": partial(frozen, Learned, process_group="world"),
     "renorm": Renorm,
+    "computed filters": ComputedFilters,
 }
 
 

@@ -20,7 +20,8 @@ def make(**options):
     parts = [(3, 6), (6, 4)]
     blocks = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in parts]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 36, 3))
-    return convert(model, torch.randn(4, 3, 6, 6), statistics_batch_size=2, **options).double()
+    groups = {} if options.get("to") == "group" else {"statistics_batch_size": 2}
+    return convert(model, torch.randn(4, 3, 6, 6), **groups, **options).double()
 
 
 def batch(step):
@@ -59,12 +60,20 @@ def on_one_rank(rank, blockwise=False, twice=False, **options):
         return str(error)
 
 
-UNITS = {"weights": {"transition": "weights"}, "learned": {"transition": "learned"}, "ghost": {"to": "ghost"}}
+COMPUTED = {"to": "group", "num_groups": 2, "weight_standardization": True}
+UNITS = {
+    "weights": {"transition": "weights"},
+    "learned": {"transition": "learned"},
+    "ghost": {"to": "ghost"},
+    "computed filters": COMPUTED,
+}
 SCENARIOS = {
     **{name: partial(on_one_rank, **options) for name, options in UNITS.items()},
     "blocks": partial(on_one_rank, blockwise=True, transition="weights"),
     "ghost blocks": partial(on_one_rank, blockwise=True, to="ghost"),
     "ghost blocks twice": partial(on_one_rank, blockwise=True, twice=True, to="ghost"),
+    "computed blocks": partial(on_one_rank, blockwise=True, **COMPUTED),
+    "computed blocks twice": partial(on_one_rank, blockwise=True, twice=True, **COMPUTED),
 }
 
 
@@ -90,6 +99,13 @@ def test_ghost_norms_block_by_block(ranks):
     expected = trained(make(to="ghost"), [slice(0, 4), slice(4, 8)])
     assert_same(ranks, "ghost blocks", expected)
     assert_same(ranks, "ghost blocks twice", expected)
+
+
+def test_computed_filters_block_by_block(ranks):
+    """Each convolution computes its own filter, while its unit is gathered."""
+    expected = trained(make(**COMPUTED), [slice(0, 4), slice(4, 8)])
+    assert_same(ranks, "computed blocks", expected)
+    assert_same(ranks, "computed blocks twice", expected)
 
 
 def test_block_by_block_is_refused(ranks):

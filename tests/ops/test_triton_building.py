@@ -25,6 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._ops import dispatch, plain, triton_building, triton_launching
+from kalmannorm._ops.filters import triton_filters
+from kalmannorm._ops.filters.together import filters_of
 from kalmannorm._ops.normalize import (
     registered,
     triton_learned,
@@ -177,6 +179,26 @@ def launched(launches):
         launch.kernel.warmup(*given, *launch.numbers, grid=launch.grid, **launch.options)
 
 
+@pytest.mark.parametrize("computation", ["centred", "standardized"])
+def test_filters_are_built_once(computation, monkeypatch):
+    """For this GPU. Later steps find both kernels, whichever layers are computed."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
+    with listening(monkeypatch) as found:
+        for shapes in ([(8, 3, 3, 3), (8, 300, 3, 3)], [(16, 8, 1, 1)]):
+            weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+            launches = []
+
+            def run(self, *args, grid, warmup, launches=launches, **options):
+                launches.append(Wanted(SimpleNamespace(kernel=self, numbers=(), options=options, grid=grid), args))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(JITFunction, "run", run)
+                sum(each.sum() for each in filters_of(weights, computation)).backward()
+            assert [each.launch.kernel.__name__ for each in launches] == ["filters_kernel", "filters_backward_kernel"]
+            launched(launches)
+    assert found == [False, False, True, True]
+
+
 @pytest.fixture
 def started(monkeypatch):
     """The processes that were started to build kernels. Triton starts others, to ask its assembler for a version."""
@@ -324,7 +346,8 @@ print(sorted((name, named[name].cache_key) for name in order))
 
 def test_keys_do_not_depend_on_the_order_of_launches(monkeypatch):
     use_kernels(monkeypatch)
-    modules = sorted({launch.launch.kernel.module for launch in predicted(net(), torch.randn(2, 24, 16, 16))})
+    modules = {launch.launch.kernel.module for launch in predicted(net(), torch.randn(2, 24, 16, 16))}
+    modules = sorted(modules | {triton_filters.__name__})
     found = [
         subprocess.run([sys.executable, "-c", KEYS, order, *modules], check=True, capture_output=True, text=True).stdout
         for order in ("sorted", "reversed")
@@ -346,7 +369,8 @@ sys.exit("torch" in sys.modules)
 def test_processes_do_not_import_torch(monkeypatch):
     use_kernels(monkeypatch)
     modules = {launch.launch.kernel.module for launch in predicted(net(), torch.randn(2, 24, 16, 16))}
-    assert len(modules) > 4
+    modules |= {triton_filters.__name__}
+    assert len(modules) > 5
     folder = str(Path(dispatch.__file__).parents[1])
     assert subprocess.run([sys.executable, "-c", BARE, folder, *sorted(modules)], check=False).returncode == 0
 

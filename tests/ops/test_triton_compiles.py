@@ -253,9 +253,8 @@ def test_filters(dtype, gathered, standardize, compiled, monkeypatch):
     if gathered:
         monkeypatch.setattr(triton_together._UPLOADS, "find", lambda *_: None)
     filters, statistics = triton_together.forward(weights, layers, standardize)
-    like = [(weight.shape, weight.stride()) for weight in weights]
     known = (weights, statistics) if standardize else ()
-    triton_together.backward([filters[0], None], like, layers, *known)
+    triton_together.backward([filters[0], None], layers, *known)
     assert compiled.keys() == {"filters_kernel", "filters_backward_kernel"}
     assert not any("atom" in assembly for assembly in compiled.values())
     assert max(compiled.shared.values()) <= 2**11

@@ -38,14 +38,16 @@ class Known(NamedTuple):
     filter: Tensor
     saving: Any  # the hooks on saved tensors
     backward: int  # the backward inside which the forward runs, or -1
+    gradients: bool  # whether it has them
+    inference: bool  # whether it was made in inference mode
 
     def holds(self, weight: Tensor) -> bool:
         """Whether it is the filter of this weight as it is now, and has the gradient that is needed now."""
         if self.weight is not weight or self.version != weight._version or self.backward != recompute_id():
             return False
-        if self.filter.is_inference() and not torch.is_inference_mode_enabled():
+        if self.inference and not torch.is_inference_mode_enabled():
             return False
-        return self.filter.requires_grad or not (weight.requires_grad and torch.is_grad_enabled())
+        return self.gradients or not (weight.requires_grad and torch.is_grad_enabled())
 
 
 Filters = dict[tuple[int, Computation], Known]
@@ -269,23 +271,24 @@ def _computed_in(model: nn.Module) -> Filters:
         if type(weight) in (Tensor, nn.Parameter) and not weight.is_inference():
             weights[module.computation][id(weight)] = weight
     found: Filters = {}
-    hooks, backward = saving(), recompute_id()
+    hooks, backward, inference = saving(), recompute_id(), torch.is_inference_mode_enabled()
     for computation, each in weights.items():
         if each:
             for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
-                found[id(weight), computation] = Known(weight, weight._version, filter, hooks, backward)
+                way = hooks, backward, filter.requires_grad, inference
+                found[id(weight), computation] = Known(weight, weight._version, filter, *way)
     return found
 
 
 def _convolutions(model: nn.Module) -> Iterator[ComputedWeight]:
-    """Those of a model, in any order. Not those in units that FSDP shards by themselves."""
+    """Those of a model, in the order of its modules. Not those in units that FSDP shards by themselves."""
     units = kinds_of_units()
     waiting, seen = [model], {id(model)}
     while waiting:
         module = waiting.pop()
         if isinstance(module, ComputedWeight):
             yield module
-        for child in module._modules.values():
+        for child in reversed(module._modules.values()):
             if child is not None and id(child) not in seen and not isinstance(child, units):
                 seen.add(id(child))
                 waiting.append(child)

@@ -140,14 +140,14 @@ def expecting_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def filters_for(*weights: Tensor) -> ModuleType | None:
-    """`triton_together`, or None if it cannot read these weights of one device and dtype. It is not a registered op."""
+    """`triton_together`, or None if no kernels can read weights of this device and dtype. It is no registered op."""
     first = weights[0]
     # Nothing that watches calls of torch sees a launch.
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not closed.applicable()
     if watched or functions_watched() or first.dtype not in DTYPES or not has_kernels(first.device):
         return None
     for weight in weights:
-        if type(weight) not in (Tensor, torch.nn.Parameter) or not 0 < weight.numel() < 2**31 or not _in_rows(weight):
+        if type(weight) not in (Tensor, torch.nn.Parameter):
             return None
     from kalmannorm._ops.filters import triton_together
 
@@ -160,12 +160,6 @@ def functions_watched() -> bool:
         return False
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(type(mode) is not DeviceContext for mode in modes)
-
-
-def _in_rows(weight: Tensor) -> bool:
-    """Whether the values of each output channel are adjacent, and the channels follow one another."""
-    other = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
-    return weight.is_contiguous() or (other is not None and weight.is_contiguous(memory_format=other))
 
 
 def _read_by_kernels(*tensors: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from kalmannorm._norms.computed_weights import compute_weights
 from kalmannorm._ops import dispatch
-from kalmannorm._ops.filters import definition, triton_together
+from kalmannorm._ops.filters import definition, together, triton_together
 from kalmannorm._ops.filters.together import filters_of
 from support.poisoned import DEVICE, poison
 from support.wide import narrow
@@ -108,9 +108,9 @@ def test_bits_do_not_depend_on_other_layers(computation):
     grads = gradients_like(given)
     made = filters_of(given, computation)
     found = torch.autograd.grad(made, given, grads)
-    for weight, grad, together, change in zip(given, grads, made, found, strict=True):
+    for weight, grad, filter, change in zip(given, grads, made, found, strict=True):
         alone = filters_of([weight], computation)[0]
-        assert torch.equal(alone, together)
+        assert torch.equal(alone, filter)
         assert torch.equal(torch.autograd.grad(alone, weight, grad)[0], change)
     for one, other in zip(filters_of(given, computation), made, strict=True):
         assert torch.equal(one, other)
@@ -231,3 +231,26 @@ def test_one_launch_for_a_model(gradients, monkeypatch):
             else nn.functional.conv2d(expected, weight, module.bias, groups=module.groups)
         )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_get_gradients_during_the_backward(ranks, monkeypatch):
+    """In one process the node of all filters runs at the end."""
+    layers = [nn.Conv2d(8, 8, 1, bias=False) for _ in range(4)]
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), *layers).to(DEVICE)
+    compute_weights(model, "standardized")
+    monkeypatch.setattr(together, "_several_ranks", lambda: ranks > 1)
+    monkeypatch.setattr(together, "RANKS_AT_ONCE", 2 * 4 * 64)
+    launched, order = counted(monkeypatch), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    x = torch.randn(2, 8, 4, 4, device=DEVICE)
+    loss = model(x).square().sum()
+    loss.backward()
+    chunks = [["4"], ["3", "2"], ["1", "0"]]
+    assert len(launched) == 2 * (len(chunks) if ranks > 1 else 1)
+    assert sorted(order) == sorted(name for name, _ in model.named_parameters())
+    if ranks > 1 and hasattr(loss.grad_fn, "_set_sequence_nr"):  # not in every version of torch
+        assert order[0] == "4.weight" and set(order[1:3]) == {"3.weight", "2.weight"}
+    elif ranks == 1:
+        assert order[0] == "0.bias"

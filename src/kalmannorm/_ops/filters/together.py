@@ -1,4 +1,8 @@
-"""The filters of many convolutions: with Triton kernels in one launch for each device and dtype, else one by one."""
+"""The filters of many convolutions: with Triton kernels in one launch for each device and dtype, else one by one.
+
+With several ranks a launch computes at most as much as DDP sends at once. DDP sends a gradient as soon as it is there,
+while the backward goes on. So gradients of later layers must not wait for those of earlier ones.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,47 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from kalmannorm._ops.dispatch import filters_for, on_device_of
 from kalmannorm._ops.filters import aten
 from kalmannorm._ops.filters.definition import Computation
 from kalmannorm.moments import closed
 
+RANKS_AT_ONCE = 25 * 2**20
+"""Bytes of weights, with several ranks. A bucket of DDP has as many."""
+SOON = 2**62
+"""Autograd runs nodes that are ready in the order of these numbers, the largest first. Others count from 0."""
+
 
 def filters_of(weights: Sequence[Tensor], computation: Computation) -> list[Tensor]:
     """The filter of each weight, with its gradient. Each has the same bits as if it were computed alone."""
     found: list[Tensor | None] = [None] * len(weights)
     alike: dict[Any, list[int]] = {}
+    several, begun = _several_ranks(), dict[Any, int]()
     for place, weight in enumerate(weights):
-        alike.setdefault((weight.device, weight.dtype), []).append(place)
+        kind = weight.device, weight.dtype
+        before = begun.get(kind, 0)
+        begun[kind] = before + weight.nbytes
+        alike.setdefault((*kind, before // RANKS_AT_ONCE if several else 0), []).append(place)
     for places in alike.values():
         made = _computed([weights[place] for place in places], computation)
+        if several:
+            _run_soon(made)
         for place, filter in zip(places, made, strict=True):
             found[place] = filter
     return [filter for filter in found if filter is not None]
+
+
+def _several_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _run_soon(filters: Sequence[Tensor]) -> None:
+    """Let autograd run their node as soon as it has their gradients, not at the end of the backward."""
+    node = next((filter.grad_fn for filter in filters if filter.grad_fn is not None), None)
+    if isinstance(node, torch.autograd.function.BackwardCFunction) and hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(SOON)
 
 
 def _computed(weights: Sequence[Tensor], computation: Computation) -> Sequence[Tensor]:
@@ -47,7 +73,6 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, run: Any, layers: Any, computation: Computation, *weights: Tensor) -> tuple[Tensor, ...]:
         filters, statistics = run.forward(weights, layers, computation == "standardized")
         ctx.run, ctx.layers, ctx.computation = run, layers, computation
-        ctx.like = [(weight.shape, weight.stride()) for weight in weights]
         if computation == "standardized":
             ctx.save_for_backward(statistics, *weights)
         ctx.set_materialize_grads(False)
@@ -65,9 +90,9 @@ class _Node(torch.autograd.Function):
         first = next(grad for grad in grads if grad is not None)
         with on_device_of(first):
             if ctx.computation == "centred":
-                return *none, *ctx.run.backward(grads, ctx.like, ctx.layers)
+                return *none, *ctx.run.backward(grads, ctx.layers)
             statistics, *weights = ctx.saved_tensors
-            return *none, *ctx.run.backward(grads, ctx.like, ctx.layers, weights, statistics)
+            return *none, *ctx.run.backward(grads, ctx.layers, weights, statistics)
 
 
 def _differentiated(ctx: Any, grads: Sequence[Tensor | None]) -> list[Any]:

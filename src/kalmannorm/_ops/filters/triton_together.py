@@ -22,13 +22,14 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 KEPT = 64
 """Number of tables and of lists of addresses that are kept, the most recently written."""
 
-Shapes = tuple[tuple[int, int], ...]
-"""For each layer: the number of rows, and their length."""
+Like = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+"""For each layer: the shape and the strides of its weight."""
 
 
 class Layers(NamedTuple):
     """A list of layers as the kernels see it."""
 
+    like: Like
     table: Tensor
     work: Tensor  # for each program: its layer, and its block of rows
     starts: tuple[int, ...]  # of each layer in a tensor that contains all of them
@@ -70,41 +71,56 @@ def _uploaded(integers: Tensor, device: torch.device) -> Tensor:
 
 
 def layers_of(weights: Sequence[Tensor]) -> Layers | None:
-    """The table of these weights. None while a CUDA graph is captured, if it was not written before."""
+    """The table of these weights. None if kernels cannot read them.
+
+    None also while a CUDA graph is captured, if the table was not written before.
+    """
     first = weights[0]
-    shapes = tuple((weight.shape[0], weight.numel() // weight.shape[0]) for weight in weights)
+    like = tuple([(weight.shape, weight.stride()) for weight in weights])
     step = ALIGNED // first.element_size()
-
-    def made() -> Layers:
-        return _written(shapes, step, first.device)
-
-    found: Layers | None = _UPLOADS.find(("layers", shapes, step, first.device), first.device, made)
-    return found
+    key = "layers", like, step, first.device
+    found = _UPLOADS.find(key, first.device, lambda: _written(like, step, first.device))
+    return found if isinstance(found, Layers) else None
 
 
-def _written(shapes: Shapes, step: int, device: torch.device) -> Layers:
+def _written(like: Like, step: int, device: torch.device) -> Layers | bool:
+    """False if a weight has gaps, or does not keep its output channels apart."""
     starts, lines, blocks, start, rows = list[int](), list[tuple[int, ...]](), list[int](), 0, 0
-    for count, length in shapes:
+    for shape, strides in like:
+        count, values = shape[0], shape.numel()
+        if not 0 < values < 2**31 or not _in_rows(shape, strides):
+            return False
+        length = values // count
         starts.append(start)
         lines.append((start, rows, count, length))
         blocks.append(-(-count // rows_at_once(length)))
-        start += -(-count * length // step) * step
+        start += -(-values // step) * step
         rows += count
     numbers = torch.tensor(blocks, device="cpu")
     layer = torch.arange(len(blocks), device="cpu").repeat_interleave(numbers)
     block = torch.arange(len(layer), device="cpu") - (numbers.cumsum(0) - numbers)[layer]
     table = torch.tensor(lines, dtype=torch.int64, device="cpu")
     work = torch.stack([layer, block], 1).to(torch.int32)
-    return Layers(_uploaded(table, device), _uploaded(work, device), tuple(starts), start, rows)
+    return Layers(like, _uploaded(table, device), _uploaded(work, device), tuple(starts), start, rows)
 
 
-def _divided(memory: Tensor, layers: Layers, like: Sequence[tuple[Any, Any]]) -> list[Tensor]:
-    """The tensors in memory that contains all of them, each with its shape and strides."""
-    return [memory.as_strided(*each, start) for each, start in zip(like, layers.starts, strict=True)]
+def _in_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the values of each output channel are adjacent, in any order, and the channels follow one another."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides[1:], shape[1:], strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return shape[0] == 1 or strides[0] == expected
+
+
+def _divided(memory: Tensor, layers: Layers) -> list[Tensor]:
+    """The tensors in memory that contains all of them."""
+    return [memory.as_strided(*each, start) for each, start in zip(layers.like, layers.starts, strict=True)]
 
 
 def _source(
-    tensors: Sequence[Tensor | None], layers: Layers, like: Sequence[tuple[Any, Any]], device: torch.device, dtype: Any
+    tensors: Sequence[Tensor | None], layers: Layers, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """One tensor with all values, or a list of addresses. The address of a missing tensor is 0."""
     addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -116,7 +132,7 @@ def _source(
     if listed is not None:
         return None, listed
     memory = torch.zeros(layers.size, dtype=dtype, device=device)
-    pairs = zip(_divided(memory, layers, like), tensors, strict=True)
+    pairs = zip(_divided(memory, layers), tensors, strict=True)
     there = [(place, tensor) for place, tensor in pairs if tensor is not None]
     torch._foreach_copy_([place for place, _ in there], [tensor for _, tensor in there])
     return memory, None
@@ -125,33 +141,28 @@ def _source(
 def forward(weights: Sequence[Tensor], layers: Layers, standardize: bool) -> tuple[list[Tensor], Tensor]:
     """The filters, and the mean and the scale of every row (2, rows)."""
     first = weights[0]
-    like = [(weight.shape, weight.stride()) for weight in weights]
-    gathered, addresses = _source(weights, layers, like, first.device, first.dtype)
+    gathered, addresses = _source(weights, layers, first.device, first.dtype)
     memory = torch.empty(layers.size, dtype=first.dtype, device=first.device)
     statistics = torch.empty((2, layers.rows), dtype=torch.float32, device=first.device)
     options = {"TYPE": TYPES[first.dtype], "GATHERED": addresses is None, "STANDARDIZE": standardize, "num_warps": 4}
     ready(filters_kernel, (layers.work.shape[0],), first.device, **options)(
         gathered, addresses, memory, statistics, layers.table, layers.work, layers.rows, EPS
     )
-    return _divided(memory, layers, like), statistics
+    return _divided(memory, layers), statistics
 
 
 def backward(
     grads: Sequence[Tensor | None],
-    like: Sequence[tuple[Any, Any]],
     layers: Layers,
     weights: Sequence[Tensor] | None = None,
     statistics: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the weights, from those of the filters. `weights` and `statistics` of standardized filters.
-
-    `like` has the shape and the strides of each weight.
-    """
+    """Gradients of the weights, from those of the filters. `weights` and `statistics` of standardized filters."""
     first = next(grad for grad in grads if grad is not None)
     device, dtype = first.device, first.dtype
-    fitting = [None if grad is None else _fitted(grad, each) for grad, each in zip(grads, like, strict=True)]
-    arrived, grad_addresses = _source(fitting, layers, like, device, dtype)
-    gathered, addresses = (None, None) if weights is None else _source(weights, layers, like, device, dtype)
+    fitting = [None if grad is None else _fitted(grad, each) for grad, each in zip(grads, layers.like, strict=True)]
+    arrived, grad_addresses = _source(fitting, layers, device, dtype)
+    gathered, addresses = (None, None) if weights is None else _source(weights, layers, device, dtype)
     memory = torch.empty(layers.size, dtype=dtype, device=device)
     options = {
         "TYPE": TYPES[dtype],
@@ -164,11 +175,11 @@ def backward(
         arrived, grad_addresses, gathered, addresses, memory, memory if statistics is None else statistics,
         layers.table, layers.work, layers.rows,
     )  # fmt: skip
-    made = _divided(memory, layers, like)
+    made = _divided(memory, layers)
     return [None if grad is None else change for grad, change in zip(grads, made, strict=True)]
 
 
-def _fitted(grad: Tensor, like: tuple[Any, Any]) -> Tensor:
+def _fitted(grad: Tensor, like: tuple[torch.Size, tuple[int, ...]]) -> Tensor:
     """With the strides of the weight, so that both have the same order in memory."""
     shape, strides = like
     if grad.stride() == strides:
