@@ -190,6 +190,8 @@ def test_an_interrupted_forward_is_not_read_later():
     with pytest.raises(KeyboardInterrupt):
         model(image())
     assert RUNNING.known
+    with pytest.raises(KeyboardInterrupt):
+        model(image())
     with torch.no_grad():
         model.block.first.weight.add_(torch.randn_like(model.block.first.weight))
     torch.testing.assert_close(model.block.first.filter, definition.standardized(model.block.first.weight))
@@ -280,35 +282,32 @@ class Halved(nn.Module):
         return weight / 2
 
 
+def out_of_inference_mode():
+    return torch.inference_mode(False)
+
+
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode, nullcontext])
-@pytest.mark.parametrize("inner", [torch.no_grad, torch.inference_mode, torch.enable_grad, nullcontext])
-def test_gradients_are_where_they_are_enabled(outer, inner):
-    model = net()
-    model.within = inner
-    with outer():
-        out = model(image())
-    torch.testing.assert_close(out.detach().clone(), expected(net())[0])
-    model = net()
-    seen = []
-    model.before = lambda: None
-    model.block.first.register_forward_hook(lambda module, args, y: seen.append(y.requires_grad))
-    model.within = inner
-    with outer():
-        model(image())
-    enabled = inner is torch.enable_grad and outer is not torch.inference_mode
-    assert seen == [enabled or inner is outer is nullcontext]
+@pytest.mark.parametrize(
+    "inner", [torch.no_grad, torch.inference_mode, torch.enable_grad, out_of_inference_mode, nullcontext]
+)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_gradients_are_where_they_are_enabled(outer, inner, frozen):
+    """In a part of the forward, they may be enabled where the model has none, and the reverse."""
+    model, seen = net(), []
+    model.block.first.weight.requires_grad_(not frozen)
 
+    def look(module, args):
+        seen.append((module.filter.requires_grad, module.filter.is_inference()))
+        assert seen[-1][0] or frozen or not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        assert torch.is_inference_mode_enabled() or not seen[-1][1]
 
-def test_a_part_that_trains_inside_inference_mode():
-    model = net()
-    model.within = lambda: torch.inference_mode(False)
+    model.block.first.register_forward_pre_hook(look)
+    model.within = inner
     model.around = lambda block, x: block(x.clone())
-    with torch.inference_mode():
-        with torch.inference_mode(False), torch.enable_grad():
-            inner = model.block(torch.randn(2, 4, 6, 6, dtype=F64))
+    with outer():
         out = model(image())
-    inner.sum().backward()
-    torch.testing.assert_close(out.clone(), expected(net())[0])
+    assert len(seen) == 1
+    torch.testing.assert_close(out.detach().clone(), expected(net())[0])
 
 
 def test_frozen_weights_get_no_gradient():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from kalmannorm._ops.dispatch import functions_watched, transformed
+from kalmannorm._ops.dispatch import functions_watched
 from kalmannorm._ops.filters import aten
 from kalmannorm._ops.filters.definition import Computation as Computation
 from kalmannorm._ops.filters.together import filters_of
@@ -33,7 +33,7 @@ from kalmannorm._support.tracing import jit_traces
 class Known(NamedTuple):
     """A filter that was computed at the beginning of a forward, and how."""
 
-    weight: Tensor
+    weight: Tensor  # kept, so that no other tensor gets its identity
     version: int
     filter: Tensor
     saving: Any  # the hooks on saved tensors
@@ -42,8 +42,8 @@ class Known(NamedTuple):
     inference: bool  # whether it was made in inference mode
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether it is the filter of this weight as it is now, and has the gradient that is needed now."""
-        if self.weight is not weight or self.version != weight._version or self.backward != recompute_id():
+        """Whether it is the filter of its weight as it is now, and has the gradient that is needed now."""
+        if self.version != weight._version or self.backward != recompute_id():
             return False
         if self.inference and not torch.is_inference_mode_enabled():
             return False
@@ -84,7 +84,7 @@ def _kept(weight: Tensor, computation: Computation) -> Tensor | None:
     if known is not None and usable and not segment.recomputed:
         kept[key] = known
     found = kept.get(key)
-    return None if found is None or found.weight is not weight else found.filter
+    return None if found is None else found.filter
 
 
 class ComputedWeight(_ConvNd):
@@ -247,13 +247,13 @@ def _remove_hooks(module: nn.Module) -> None:
 
 
 def _begin(model: nn.Module) -> None:
-    _end(model)  # its last forward was interrupted, or the forward calls itself
     computed = _computed_in(model)
     RUNNING.models.append((model, RUNNING.known))
     RUNNING.known = RUNNING.known | computed
 
 
 def _end(model: nn.Module) -> None:
+    """Forget its filters, also those of forwards that were interrupted. If a forward calls itself, both forget them."""
     for place, (running, before) in enumerate(RUNNING.models):
         if running is model:
             RUNNING.known = before
@@ -263,7 +263,7 @@ def _end(model: nn.Module) -> None:
 
 def _computed_in(model: nn.Module) -> Filters:
     """The filters of a model, as many as can be computed together."""
-    if transformed() or jit_traces() or functions_watched():
+    if jit_traces() or functions_watched():
         return {}
     weights: dict[Computation, dict[int, Tensor]] = {"centred": {}, "standardized": {}}
     for module in _convolutions(model):

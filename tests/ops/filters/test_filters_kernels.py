@@ -206,9 +206,10 @@ def test_weights_that_kernels_cannot_read(monkeypatch):
 
 def test_few_lists_of_addresses_are_kept():
     uploads = triton_together._UPLOADS
-    for _ in range(2 * triton_together.KEPT):
-        filters_of([torch.randn(2, 2, 1, 1, device=DEVICE)], "centred")
-    assert len(uploads.known) <= triton_together.KEPT
+    weights = [torch.randn(2, 2, 1, 1, device=DEVICE) for _ in range(2 * triton_together.KEPT)]
+    for weight in weights:
+        filters_of([weight], "centred")
+    assert len(uploads.known) == triton_together.KEPT
 
 
 @pytest.mark.parametrize("gradients", [True, False], ids=["training", "without gradients"])
