@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import kalmannorm
-from kalmannorm._norms.computed_weights import centred, standardized
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.transition import LearnedTransition
+from kalmannorm._ops.filters.definition import centred, standardized
 from kalmannorm.functional import normalize
 from kalmannorm.moments import Moments
 
