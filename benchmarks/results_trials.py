@@ -320,10 +320,15 @@ def idea_of(score: Score) -> str | None:
     return words + (f", warm-up of {100 * setting.warmup:.0f} %" if setting.warmup else "")
 
 
+def with_filters(cell: str) -> list[Score]:
+    """Settings with centred or standardized filters."""
+    return [score for score in held_out(cell) if score.setting.form.filters != "plain"]
+
+
 def filters_table() -> str:
     """Forms with centred or standardized filters, beside the best setting of batch norm at 128 with plain ones."""
     lines, rows = [], []
-    found = {cell: [s for s in held_out(cell) if s.setting.form.filters != "plain"] for cell in cells()}
+    found = {cell: with_filters(cell) for cell in cells()}
     forms = dict.fromkeys(score.setting.form for own in found.values() for score in own)
     for form in sorted(forms, key=lambda form: (-form.m, form.kind, form.filters, form.fade, form.close)):
         shown = []
@@ -334,7 +339,7 @@ def filters_table() -> str:
         lines.append([described(form), *shown])
     plain = [table.best(_matching(cell, ROWS[0][1])) for cell in cells()]
     first = [f"{power(top.setting.decay)}: {_by_seed(top)}" if top else "" for top in plain]
-    headings = ["weight decay: held-out accuracy, %", *(SHORT[cell] for cell in cells())]
+    headings = ["weight decay: held-out accuracy, % by seed", *(SHORT[cell] for cell in cells())]
     lines.insert(0, ["batch norm at 128, plain filters, its best decay", *first])
     text = "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin_of(rows, cells())
     return text + "\n" + bullets(_filter_sentences())

@@ -268,7 +268,8 @@ class Training:
     @torch.no_grad()
     def _scored(self, mode: Inference, images: Tensor, labels: Tensor, size: int | None = None) -> float:
         if self.run.form.kind in MODES:
-            kalmannorm.set_inference(self.model, mode, statistics_batch_size=size)
+            for norm in (module for module in self.model.modules() if isinstance(module, kalmannorm.GroupedNorm)):
+                norm.set_inference(mode, statistics_batch_size=size)
         self.model.eval()
         right = 0
         for start in range(0, len(images), 1000):

@@ -204,6 +204,7 @@ def test_how_far_batch_norm_on_groups_of_2_is_below_bkn():
         for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
             form = row["form"]
             whole = form["closing"] and form["top"] == 1 and not form.get("fade")
+            whole = whole and form.get("filters", "plain") == "plain"
             if "held_out" in row and row["seed"] == 0 and form["m"] == 2 and whole:
                 key = row["cell"], form["kind"]
                 best[key] = max(best.get(key, 0), row["held_out"]["population"])

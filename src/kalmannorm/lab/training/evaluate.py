@@ -13,7 +13,7 @@ from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from kalmannorm._model.recalibrate import recalibrate
-from kalmannorm._model.settings import norms, set_inference
+from kalmannorm._model.settings import norms
 from kalmannorm.lab.data.protocol import Data
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipes.methods import method
@@ -81,8 +81,8 @@ def _scores(
     rank: int,
     ranks: int,
 ) -> dict[str, float]:
-    if any(True for _ in norms(model)):
-        set_inference(model, mode)  # type: ignore[arg-type]
+    for _, norm in norms(model):  # without the warning of `set_inference`: every mode is scored
+        norm.set_inference(mode)  # type: ignore[arg-type]
     first = next(model.parameters())
     options: dict[str, Any] = {"num_classes": data.classes, "average": "micro", "validate_args": False}
     metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(**options)}
