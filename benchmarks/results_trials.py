@@ -87,7 +87,8 @@ def best(
 
 
 def confirmed(cell: str) -> list[Score]:
-    return [score for score in all_scores() if score.setting.cell == cell and score.setting.test]
+    found = [score for score in all_scores() if score.setting.cell == cell and score.setting.test]
+    return [score for score in found if score.setting.form.filters == "plain" and score.setting.form.kind != "moving"]
 
 
 def tested(cell: str, kind: str, m: int, *, phase: bool) -> dict[int, float]:

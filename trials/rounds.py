@@ -212,6 +212,31 @@ THIRTEENTH = [
     )
 ]
 
+# The best form at m = 1 also at m = 2, at another weight decay, and beside batch norm on larger groups.
+SHORT = {m: Form(kind="kalman", m=m, filters="standardized", **CLOSED, close=RAPID, fade=1.0) for m in (2, 1)}
+FOURTEENTH = [
+    Run("", SHORT[2], decay=1e-3),
+    Run("", SHORT[2], decay=2e-3),
+    Run("", SHORT[1], decay=2e-3),
+    *(Run("", Form(kind="ghost", m=m, filters="standardized", **CLOSED, close=RAPID), decay=1e-3) for m in (4, 8)),
+]
+# The same on the test images, with the weight decays of batch norm. Batch norm with plain filters is in `confirm` for
+# Tiny-ImageNet.
+CONFIRM_FILTERS = [
+    Run(cell, form, seed=seed, decay=decay, rate=0.1, test=True)
+    for seed in range(5)
+    for cell, decay in (("tiny100", 1e-3), ("cifar10", 5e-4), ("cifar100", 5e-4))
+    for form in (
+        *(() if cell == "tiny100" else (BATCH,)),
+        SHORT[2],
+        SHORT[1],
+        dataclasses.replace(BATCH, filters="standardized"),
+        Form(kind="ghost", m=2, filters="standardized", **CLOSED, close=RAPID),
+        Form(kind="moving", m=2),
+        Form(kind="moving", m=1),
+    )
+]
+
 # The chosen settings, on the test images. What was not chosen in the end has no record.
 CONFIRM_CIFAR10 = [
     Run("cifar10", form, seed=seed, decay=decay, rate=0.1, test=True)
@@ -250,6 +275,14 @@ ROUNDS = {
     + [dataclasses.replace(run, cell=cell) for cell in ("cifar10", "cifar100") for run in TWELFTH_CIFAR],
     "thirteenth": [dataclasses.replace(run, cell="tiny100") for run in THIRTEENTH]
     + [dataclasses.replace(run, cell=cell, decay=5e-4) for cell in ("cifar10", "cifar100") for run in THIRTEENTH],
+    "fourteenth": [dataclasses.replace(run, cell="tiny100") for run in FOURTEENTH]
+    + [
+        dataclasses.replace(run, cell=cell, decay=run.decay / 2)
+        for cell in ("cifar10", "cifar100")
+        for run in FOURTEENTH
+        if run.decay is not None
+    ],
+    "confirm-filters": CONFIRM_FILTERS,
     "peers": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in PEERS],
     "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM] + CONFIRM_CIFAR10,
     **EVIDENCE,
