@@ -56,7 +56,7 @@ def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
     )
     if method in ("bkn-ws", "bn-ws"):
         shared = dataclasses.replace(
-            shared, closing_end=closing + 0.1, closing_fade=method == "bkn-ws", statistics_momentum=0.01 * batch
+            shared, closing_end=closing + 0.1, fade_prior=method == "bkn-ws", statistics_momentum=0.01 * batch
         )
     if data == "digits":
         return dataclasses.replace(shared, epochs=batch, learning_rate=0.006 * math.sqrt(batch))

@@ -112,11 +112,11 @@ RECIPE = [
         "0",
     ),
     Shared(
-        "closing_fade",
+        "fade_prior",
         bool,
-        "--closing-fade/--no-closing-fade",
+        "--fade-prior/--no-fade-prior",
         "Let the priors of BKN fade while the closing phase begins.",
-        "no-closing-fade",
+        "no-fade-prior",
     ),
     Shared(
         "statistics_momentum",

@@ -536,3 +536,50 @@ def test_example_inference_after_the_phase_warns():
     settled(model)
     with pytest.warns(UserWarning, match="closing phase.*use 'population'"):
         set_inference(model, "example")
+
+
+def test_a_checkpoint_tells_that_priors_have_faded():
+    """A model without a phase, as for recalibration, runs as the one that was saved."""
+    model = converted()
+    settled(model, fade_prior=True)
+    fresh = converted()
+    fresh.load_state_dict(model.state_dict())
+    assert all(norm.closing.fades and norm.closing.settled for norm in norms_of(fresh))
+    x, _ = images(3, 64)
+    for each in (model, fresh):
+        recalibrate(each, [x], progress=False)
+    assert all(torch.equal(value, state(fresh)[name]) for name, value in state(model).items())
+    plain = converted()
+    settled(plain)
+    fresh.load_state_dict(plain.state_dict())
+    assert not any(norm.closing.fades for norm in norms_of(fresh))
+
+
+def test_recalibration_with_a_last_batch_of_one():
+    torch.manual_seed(0)
+    model = convert(
+        nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.BatchNorm1d(5)),
+        torch.randn(4, 3),
+        statistics_batch_size=2,
+    )
+    ClosingPhase(model, 8, start=0, end=0, fade_prior=True)
+    found = recalibrate(model, [torch.randn(8, 3), torch.randn(1, 3)], progress=False)
+    assert found.batches == 2 and set(found.values.values()) == {9}
+    assert all(norm.running_var.isfinite().all() for norm in (model[1], model[4]))
+
+
+def test_gains_get_gradients_whichever_norm_takes_the_long_way():
+    """DDP waits for the gradients of all gains, although the first norm of a bundle is frozen or checkpointed."""
+    torch.manual_seed(0)
+    layers = [part for size in (3, 4, 5, 6) for part in (nn.Conv2d(size, size + 1, 1), nn.BatchNorm2d(size + 1))]
+    model = convert(nn.Sequential(*layers).double(), torch.zeros(2, 3, 4, 4, dtype=F64), statistics_batch_size=2)
+    ClosingPhase(model, 8, start=0, end=0, fade_prior=True)
+    model[3].frozen = True
+    x = torch.randn(4, 3, 4, 4, dtype=F64)
+    model(x).sum().backward()
+    gains = {name: p.grad for name, p in model.named_parameters() if "gain" in name}
+    assert all(grad is not None for grad in gains.values()), gains
+    model.zero_grad()
+    y = checkpoint(model[:4], x, use_reentrant=False)
+    model[4:](y).sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "gain" in name)

@@ -216,3 +216,48 @@ def test_trained_weights_are_warned_of():
         trained(torch.randn(4, 3, 12, 12))
     with pytest.warns(UserWarning, match="changes what trained convolutions compute"):
         convert(trained, torch.zeros(2, 3, 12, 12), weight_standardization=True)
+
+
+class Uses(nn.Module):
+    """Convolutions that must stay plain, and two that need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functional, self.tied, self.twin = (nn.Conv2d(4, 4, 1, bias=False) for _ in range(3))
+        self.twin.weight = self.tied.weight
+        self.gated, self.single, self.other = nn.Conv2d(4, 4, 1), nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 1)
+        self.aux = nn.Conv2d(4, 4, 1)
+        for name in ("functional", "tied", "twin", "gated", "single", "other", "aux"):
+            self.add_module(f"norm_{name}", nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm_functional(nn.functional.conv2d(x, self.functional.weight))
+        x = self.norm_twin(self.twin(self.norm_tied(self.tied(x))))
+        x = self.norm_gated(self.gated(x).sigmoid())
+        x = x + self.norm_single(self.single(x[:, :1]))
+        if self.training:
+            x = x + self.norm_aux(self.aux(x))
+        return self.norm_other(nn.functional.leaky_relu(self.other(x)))
+
+
+def test_other_uses_of_a_weight():
+    model = convert(Uses(), torch.randn(4, 4, 3, 3), statistics_batch_size=2, weight_standardization=True)
+    assert computed(model) == ["other", "aux"]
+
+
+def test_fx():
+    model = net()
+    graph = torch.fx.symbolic_trace(model)
+    assert {"stem", "body"} <= {node.target for node in graph.graph.nodes if node.op == "call_module"}
+
+
+def test_a_weight_with_other_memory():
+    """A hook that replaces `weight.data` after the forward of the model has begun."""
+    model = net(to="ghost")
+    other = copy.deepcopy(model)
+    x = images()
+    new = torch.randn_like(model.body.weight)
+    with torch.no_grad():
+        other.body.weight.copy_(new)
+    model.body.register_forward_pre_hook(lambda module, args: setattr(module.weight, "data", new.clone()))
+    torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-12)

@@ -55,8 +55,8 @@ class ClosingState(nn.Module):
     """The factor of the GradScaler."""
     present: float = 0.0
     """κ"""
-    fades: bool = False
-    """Whether the prior of a Kalman norm fades while λ rises: see `BatchKalmanNorm`."""
+    fading: Tensor | None
+    """Exists if the prior of a Kalman norm fades while λ rises. A checkpoint contains it for this reason."""
     settled: bool = False
     """Whether λ is 1. Python must know it without reading the device. Use `GroupedNorm.settle_closing` to set it."""
     probe: Tensor
@@ -67,11 +67,19 @@ class ClosingState(nn.Module):
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.present, self.fades, self.settled = 0.0, False, False
+        self.present, self.settled = 0.0, False
         self.register_buffer("strength", torch.zeros((), device=device, dtype=dtype))
+        self.register_buffer("fading", None)
         self.register_buffer("averages", torch.zeros(channels, 3, device=device, dtype=dtype))
         self.register_buffer("scale", torch.ones((), device=device, dtype=dtype), persistent=False)
         self._renew()
+
+    @property
+    def fades(self) -> bool:
+        return self._buffers.get("fading") is not None
+
+    def set_fades(self, fades: bool) -> None:
+        self.register_buffer("fading", torch.ones_like(self.strength) if fades else None)
 
     def _renew(self) -> None:
         self.probe = torch.zeros_like(self.averages).requires_grad_()

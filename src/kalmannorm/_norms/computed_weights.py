@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from kalmannorm._ops.dispatch import functions_watched
@@ -27,7 +28,7 @@ from kalmannorm._ops.filters.together import filters_of
 from kalmannorm._support.activation_checkpoints import recompute_id, saving, segments
 from kalmannorm._support.compiling import leave_to_python, set_callback
 from kalmannorm._support.sharded_modules import kinds_of_units
-from kalmannorm._support.tracing import jit_traces
+from kalmannorm._support.tracing import jit_traces, leaf
 
 
 class Known(NamedTuple):
@@ -35,6 +36,7 @@ class Known(NamedTuple):
 
     weight: Tensor  # kept, so that no other tensor gets its identity
     version: int
+    address: int
     filter: Tensor
     saving: Any  # the hooks on saved tensors
     backward: int  # the backward inside which the forward runs, or -1
@@ -43,7 +45,7 @@ class Known(NamedTuple):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether it is the filter of its weight as it is now, and has the gradient that is needed now."""
-        if self.version != weight._version or self.backward != recompute_id():
+        if self.version != weight._version or self.address != weight.data_ptr() or self.backward != recompute_id():
             return False
         if self.inference and not torch.is_inference_mode_enabled():
             return False
@@ -106,6 +108,11 @@ class ComputedWeight(_ConvNd):
             return aten.computed(weight, self.computation)
         known = _kept(weight, self.computation)
         return self.computed(weight) if known is None else known
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return leaf(self, input)  # type: ignore[no-any-return]
+        return super().forward(input)  # type: ignore[no-any-return]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = super()._conv_forward(input, self._filter_of(weight), bias)
@@ -276,7 +283,7 @@ def _computed_in(model: nn.Module) -> Filters:
         if each:
             for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
                 way = hooks, backward, filter.requires_grad, inference
-                found[id(weight), computation] = Known(weight, weight._version, filter, *way)
+                found[id(weight), computation] = Known(weight, weight._version, weight.data_ptr(), filter, *way)
     return found
 
 

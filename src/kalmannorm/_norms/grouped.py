@@ -194,7 +194,9 @@ class GroupedNorm(TrackedNorm):
         fades = closing.fades if fades is None else fades
         if (closing.settled, closing.present, closing.fades) != (settled, present, fades):
             self._expire()
-            closing.settled, closing.present, closing.fades = settled, present, fades
+            closing.settled, closing.present = settled, present
+            if closing.fades != fades:
+                closing.set_fades(fades)
 
     def runs_settled(self) -> bool:
         """Whether a training forward normalizes with running statistics alone."""
@@ -264,8 +266,9 @@ class GroupedNorm(TrackedNorm):
         if f"{prefix}closing.strength" in state_dict:
             self.begin_closing()  # its state is loaded next
             strength = state_dict[f"{prefix}closing.strength"]
-            if type(strength) is Tensor and not strength.is_meta:
-                self.settle_closing(float(strength) == 1)
+            known = type(strength) is Tensor and not strength.is_meta
+            settled = float(strength) == 1 if known else self.closing.settled
+            self.settle_closing(settled, fades=f"{prefix}closing.fading" in state_dict)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _float32_tensors(self) -> list[Tensor | None]:

@@ -59,6 +59,7 @@ _OF_THIS_PROCESS = (
     "learned",
     "state",
     "bundles",
+    "bundles_without_priors",
     "faded",
     "tables",
     "number",
@@ -102,7 +103,8 @@ class Relay:
         """Create what belongs to this process and is no part of a copy or a pickle."""
         self.learned = self.plan.transition == "learned"
         self.state = ThreadState()
-        self.bundles: WeakKeyDictionary[nn.Module, dict[bool, PriorBundles]] = WeakKeyDictionary()
+        self.bundles: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
+        self.bundles_without_priors: WeakKeyDictionary[nn.Module, PriorBundles] = WeakKeyDictionary()
         self.faded = -1, False  # whether all priors have faded, and the value of `Changes.count` for which this holds
         self.tables: dict[Any, Any] = {}  # tables of kernels that update the statistics of many norms
         self.number = number_of(self)
@@ -411,6 +413,7 @@ class Relay:
                 path.target = self.program.calibrated(path.target, norm.module)
             steps[path.identity] = path.target
         self.bundles.clear()
+        self.bundles_without_priors.clear()
         self.compiled_for.clear()
         return tuple(tuple(path._replace(target=steps[path.call]) for path in each) for each in paths)
 
@@ -422,12 +425,13 @@ class Relay:
         """The bundles of the running model, or of the part that runs."""
         part = self.state.part
         assert part is not None
-        known, faded = self.bundles.setdefault(part, {}), self._has_faded()
-        if faded not in known:
+        faded = self._has_faded()
+        known = self.bundles_without_priors if faded else self.bundles
+        if part not in known:
             inside = None if self.state.whole else part
             make = PriorBundles.of_learned if self.learned else PriorBundles.of
-            known[faded] = PriorBundles.of(self.plan, inside, faded=True) if faded else make(self.plan, inside)
-        return known[faded]
+            known[part] = PriorBundles.of(self.plan, inside, faded=True) if faded else make(self.plan, inside)
+        return known[part]
 
     def _has_faded(self) -> bool:
         """Whether the priors of all norms have faded in a closing phase. Then they run as norms without priors."""

@@ -247,6 +247,9 @@ class ShortForward:
     ) -> Tensor | None:
         """The result of prepared kernels. None if the norm must take the long way."""
         index, region = place.index, segment if norm.rebuilds else None
+        rows = block.rows[index]
+        if place.call.faded and block.gradients:
+            rows = _with_idle_gain(rows, norm.gain_logit)
         if place.settled:
             buffers, like = norm._buffers, block.moments
             mean, var = running = buffers["running_mean"], buffers["running_var"]
@@ -256,7 +259,7 @@ class ShortForward:
             if norm.rebuilds or segment is not OUTSIDE or not (mean.is_contiguous() and var.is_contiguous()):
                 return None
             start, averages = block.layout.starts[index], block.averages(index)
-            given = x, block.rows[index], residual, norm.closing.probe, kernels, block.memory, start
+            given = x, rows, residual, norm.closing.probe, kernels, block.memory, start
             return normalize_settled(*given, running, averages)
         return normalize(x, block.rows[index], residual, kernels, block.memory, block.layout.starts[index], region)
 
@@ -292,8 +295,6 @@ class ShortForward:
             return None
         if self._sharded(part):
             return None
-        if torch.is_grad_enabled() and any(each.faded for each in part.calls):
-            rows[0] = _with_idle_gains(rows[0], part.calls)
         return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
 
     def _sharded(self, part: Part) -> bool:
@@ -361,10 +362,8 @@ class _Idle(torch.autograd.Function):
         return grad, *[torch.zeros_like(parameter) for parameter in ctx.parameters]
 
 
-def _with_idle_gains(rows: Tensor, calls: Sequence[Call]) -> Tensor:
-    gains = [call.norm.tensor("gain_logit") for call in calls if call.faded]
-    learning = [gain for gain in gains if gain.requires_grad]
-    return _Idle.apply(rows, *learning) if learning else rows  # type: ignore[no-untyped-call]
+def _with_idle_gain(rows: Tensor, gain: Tensor) -> Tensor:
+    return _Idle.apply(rows, gain) if gain.requires_grad else rows  # type: ignore[no-untyped-call]
 
 
 def _closing(place: Place) -> Any:

@@ -34,8 +34,8 @@ class RelayWithoutPriors(Relay):
         if part not in self.bundles:
             found: list[Any] = [each for each in part.modules() if self._connects(each)]
             calls = [Call(norm.wire.calls[0], None, WeakModule(norm)) for norm in found]
-            self.bundles[part] = {False: PriorBundles(self.program, calls)}
-        return self.bundles[part][False]
+            self.bundles[part] = PriorBundles(self.program, calls)
+        return self.bundles[part]
 
     def _model(self) -> WeakModule:
         return WeakModule(self.state.part)

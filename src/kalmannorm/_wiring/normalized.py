@@ -13,16 +13,19 @@ from torch.nn.modules.conv import _ConvNd
 from kalmannorm._wiring.recording.trace import Op, Trace
 from kalmannorm._wiring.rules import names
 
-_WITH_WEIGHTS = names.CONVOLUTIONS | names.TRANSPOSED | {"linear", "matmul", "bmm", "mm", "addmm", "einsum"}
+_HOMOGENEOUS = names.SAME | names.REARRANGEMENTS | names.POOLS | names.MEANS | names.SUMS | names.PRODUCTS
+_HOMOGENEOUS |= names.QUOTIENTS | {"relu", "leaky_relu", "prelu", "pad", "neg"}
+"""A factor before them is a factor after them. Other operations are those that a convolution must not reach."""
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def normalized_convolutions(runs: Iterable[Trace]) -> list[nn.Module]:
-    """Plain convolutions that ran and are normalized in every run. Depthwise ones are left out.
+def normalized_convolutions(model: nn.Module, runs: Iterable[Trace]) -> list[nn.Module]:
+    """Plain convolutions that are normalized in every run in which they ran. Depthwise ones are left out.
 
     A depthwise filter with a mean of 0 would not pass on the mean of its map, and a norm cannot bring it back.
     """
     found: dict[int, nn.Module] = {}
+    places = {id(module): name for name, module in model.named_modules()}
     refused: set[int] = set()
     for run in runs:
         readers: dict[int, list[Op]] = {}
@@ -34,11 +37,16 @@ def normalized_convolutions(runs: Iterable[Trace]) -> list[nn.Module]:
             if value.owner is None or value.owner[1] != "weight" or type(value.owner[0]) not in _PLAIN:
                 continue
             layer = value.owner[0]
-            found[id(layer)] = layer
             uses = readers.get(index, [])
-            if index in outputs or not uses or not all(_is_normalized(run, op, index, readers, outputs) for op in uses):
+            if not uses and index not in outputs:
+                continue  # it did not run here, like an auxiliary head in eval
+            found[id(layer)] = layer
+            own = all(op.place == places.get(id(layer)) for op in uses) and "forward" not in vars(layer)
+            normalized = own and all(_is_normalized(run, op, index, readers, outputs) for op in uses)
+            if index in outputs or not normalized:
                 refused.add(id(layer))
-    return [layer for key, layer in found.items() if key not in refused and not _is_depthwise(layer)]
+    chosen = [layer for key, layer in found.items() if key not in refused]
+    return [layer for layer in chosen if not _is_depthwise(layer) and layer.weight[0].numel() > 1]  # type: ignore[index]
 
 
 def _is_depthwise(layer: nn.Module) -> bool:
@@ -58,9 +66,9 @@ def _is_normalized(run: Trace, use: Op, weight: int, readers: dict[int, list[Op]
         if index in outputs:
             return False
         for op in readers.get(index, ()):
-            if op.norm is not None:
+            if op.norm is not None or op.name in names.OTHER_NORMS:
                 continue
-            if op.name in _WITH_WEIGHTS:
+            if op.name not in _HOMOGENEOUS:
                 return False
             fresh = [each for each in op.outputs if each not in seen]
             seen.update(fresh)

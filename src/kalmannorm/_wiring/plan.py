@@ -129,7 +129,7 @@ def make_plan(
     names = {id(module): name for name, module in model.named_modules()}
     owned = {i: id(step.owner.module()) for i, step in enumerate(program.steps) if isinstance(step, Parameter)}
     owners = {step: names[owner] for step, owner in owned.items() if owner in names}
-    normalized = [WeakModule(layer) for layer in normalized_convolutions(traces)]
+    normalized = [WeakModule(layer) for layer in normalized_convolutions(model, traces)]
     return Plan(program, plans, transition, failed, owners, len(arguments(example_input)[0]), normalized)
 
 
@@ -142,7 +142,7 @@ def find_normalized(
 ) -> list[nn.Module]:
     """The convolutions with a norm after them, as in `Plan.normalized`."""
     traces = [run for each in (example_input, *more_examples) for run in _traces(model, each, norms, detached or {})[0]]
-    return normalized_convolutions(traces)
+    return normalized_convolutions(model, traces)
 
 
 def _traces(model: nn.Module, example_input: Any, norms: Norms, detached: Detached) -> tuple[list[Trace], list[str]]:

@@ -29,7 +29,7 @@ class Method:
     def takes(self, name: str) -> bool:
         """Whether this recipe field has an effect on it."""
         closes = self.to in ("kalman", "ghost")
-        taken = {"gain": self.to == "kalman", "finish_epochs": self.groups, "closing_fade": self.to == "kalman"}
+        taken = {"gain": self.to == "kalman", "finish_epochs": self.groups, "fade_prior": self.to == "kalman"}
         taken["statistics_momentum"] = self.to in ("kalman", "ghost", "renorm")
         return (taken | dict.fromkeys(("closing_start", "closing_end", "closing_present"), closes)).get(name, True)
 

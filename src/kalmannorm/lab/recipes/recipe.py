@@ -88,7 +88,7 @@ class Recipe:
     """The share of training at which it reaches its full strength. None: 0.3 later."""
     closing_present: float | None = None
     """`present` of the closing phase: the share of the present forward in its gradients. None: 0."""
-    closing_fade: bool = False
+    fade_prior: bool = False
     """`fade_prior` of the closing phase: the priors of BKN fade while it begins."""
     statistics_momentum: float | None = None
     """The weight of one step in running statistics and in the averages of a closing phase. None: 0.1."""
@@ -122,7 +122,7 @@ class Recipe:
                 bounds.check(name, getattr(self, name))
         if self.warmup_epochs + self.finish_epochs > self.epochs:
             raise LabError(f"warm-up and finish do not fit into {self.epochs} epochs")
-        for name in ("closing_end", "closing_present", "closing_fade"):
+        for name in ("closing_end", "closing_present", "fade_prior"):
             if getattr(self, name) not in (None, False) and self.closing_start is None:
                 raise LabError(f"{option(name)} needs {option('closing_start')}: without it there is no closing phase")
         if self.closing_start is not None:
@@ -130,7 +130,7 @@ class Recipe:
                 raise LabError(f"{option('closing_end')} must be at least {self.closing_start}, got {self.closing_end}")
             if self.finish_epochs:
                 raise LabError(f"give {option('closing_start')} or {option('finish_epochs')}, not both")
-        for name in ("gain", "finish_epochs", "closing_start", "closing_fade", "statistics_momentum"):
+        for name in ("gain", "finish_epochs", "closing_start", "fade_prior", "statistics_momentum"):
             if getattr(self, name) not in (None, 0.0, False) and not method(self.method).takes(name):
                 raise LabError(useless(name, method(self.method).title))
         return self

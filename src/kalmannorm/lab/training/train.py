@@ -399,7 +399,7 @@ def _closing(model: nn.Module, recipe: Recipe, steps: int) -> ClosingPhase | Non
         start=start,
         end=end,
         momentum=0.1 if recipe.statistics_momentum is None else recipe.statistics_momentum,
-        fade_prior=recipe.closing_fade,
+        fade_prior=recipe.fade_prior,
         present=recipe.closing_present or 0.0,
     )
 
