@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from kalmannorm._ops.dispatch import functions_watched
+from kalmannorm._ops.dispatch import functions_watched, transformed
 from kalmannorm._ops.filters import aten
 from kalmannorm._ops.filters.definition import Computation as Computation
 from kalmannorm._ops.filters.together import filters_of
@@ -29,6 +29,11 @@ from kalmannorm._support.activation_checkpoints import recompute_id, saving, seg
 from kalmannorm._support.compiling import leave_to_python, set_callback
 from kalmannorm._support.sharded_modules import kinds_of_units
 from kalmannorm._support.tracing import jit_traces, leaf
+
+
+def _address(weight: Tensor) -> int:
+    """Where the weight is in memory. Tensors of `torch.func` do not tell."""
+    return 0 if transformed() else weight.data_ptr()
 
 
 class Known(NamedTuple):
@@ -45,7 +50,7 @@ class Known(NamedTuple):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether it is the filter of its weight as it is now, and has the gradient that is needed now."""
-        if self.version != weight._version or self.address != weight.data_ptr() or self.backward != recompute_id():
+        if self.version != weight._version or self.address != _address(weight) or self.backward != recompute_id():
             return False
         if self.inference and not torch.is_inference_mode_enabled():
             return False
@@ -283,7 +288,7 @@ def _computed_in(model: nn.Module) -> Filters:
         if each:
             for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
                 way = hooks, backward, filter.requires_grad, inference
-                found[id(weight), computation] = Known(weight, weight._version, weight.data_ptr(), filter, *way)
+                found[id(weight), computation] = Known(weight, weight._version, _address(weight), filter, *way)
     return found
 
 
