@@ -31,17 +31,12 @@ from kalmannorm._support.sharded_modules import kinds_of_units
 from kalmannorm._support.tracing import jit_traces, leaf
 
 
-def _address(weight: Tensor) -> int:
-    """Where the weight is in memory. Tensors of `torch.func` do not tell."""
-    return 0 if transformed() else weight.data_ptr()
-
-
 class Known(NamedTuple):
     """A filter that was computed at the beginning of a forward, and how."""
 
     weight: Tensor  # kept, so that no other tensor gets its identity
     version: int
-    address: int
+    address: int  # 0 under `torch.func`, whose tensors do not tell
     filter: Tensor
     saving: Any  # the hooks on saved tensors
     backward: int  # the backward inside which the forward runs, or -1
@@ -50,7 +45,9 @@ class Known(NamedTuple):
 
     def holds(self, weight: Tensor) -> bool:
         """Whether it is the filter of its weight as it is now, and has the gradient that is needed now."""
-        if self.version != weight._version or self.address != _address(weight) or self.backward != recompute_id():
+        if self.version != weight._version or self.backward != recompute_id():
+            return False
+        if self.address and self.address != weight.data_ptr():
             return False
         if self.inference and not torch.is_inference_mode_enabled():
             return False
@@ -284,11 +281,13 @@ def _computed_in(model: nn.Module) -> Filters:
             weights[module.computation][id(weight)] = weight
     found: Filters = {}
     hooks, backward, inference = saving(), recompute_id(), torch.is_inference_mode_enabled()
+    without_address = transformed()
     for computation, each in weights.items():
         if each:
             for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
                 way = hooks, backward, filter.requires_grad, inference
-                found[id(weight), computation] = Known(weight, weight._version, _address(weight), filter, *way)
+                address = 0 if without_address else weight.data_ptr()
+                found[id(weight), computation] = Known(weight, weight._version, address, filter, *way)
     return found
 
 
