@@ -9,8 +9,27 @@
 #include <stdlib.h>
 #include "../native.h"
 
-#define LANES 16
-#define STEP 64 /* outputs whose sum is a REAL */
+#define LANES 16 /* channels whose taps are handled together */
+#define STEP 64  /* outputs whose sum is a REAL */
+#define ROWS 4   /* outputs that are handled together */
+#define BLOCKS 4 /* blocks of vectors whose sum is a REAL */
+
+/* A vector of the processor. */
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define WIDTH (BYTES / sizeof(REAL))
+typedef REAL Vector __attribute__((vector_size(BYTES)));
+typedef REAL Unaligned __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias));
+
+SPECIAL Vector load(const REAL *from) { return *(const Unaligned *)from; }
+
+/* Memory for one thread. No other thread has a part of its cache lines: both would wait for each other. */
+static void *apart(long bytes) { return aligned_alloc(128, (bytes + 255) / 128 * 128); }
 
 typedef struct {
     long outputs, channels, taps, last, kinds;
@@ -27,81 +46,104 @@ static void spread(const Layer *l, const REAL *mean, const REAL *var, REAL *mean
         }
 }
 
-/* Of one output: Σ w means for every tap, and Σ w² vars. `lanes` has room for LANES values per tap. */
-static double sums_of(const Layer *l, const REAL *restrict weight, const REAL *restrict means,
-                      const REAL *restrict vars, REAL *restrict lanes, double *taps) {
-    long size = l->channels * l->taps, block = l->last ? l->channels : LANES * l->taps;
+/* Of one output in channels_last, or with one tap: Σ w means for every tap, and Σ w² vars. */
+static double sums_of_planes(const Layer *l, const REAL *restrict weight, const REAL *restrict means,
+                             const REAL *restrict vars, double *taps) {
     double var = 0;
-    for (long t = 0; t < l->taps; t++) taps[t] = 0;
-    if (!l->last)
-        for (long j = 0; j < least(block, size); j++) lanes[j] = 0;
-    for (long start = 0; start < size; start += block) {
-        const REAL *w = weight + start, *m = means + start, *v = vars + start;
-        long stop = least(block, size - start);
-        for (long from = 0; from < stop; from += CHUNK) {
-            long to = least(from + CHUNK, stop);
-            REAL part = 0;
-            if (l->last) {
-                REAL sum = 0;
+    for (long t = 0; t < l->taps; t++) {
+        taps[t] = 0;
+        for (long from = t * l->channels; from < (t + 1) * l->channels; from += CHUNK) {
+            long to = least(from + CHUNK, (t + 1) * l->channels);
+            REAL part = 0, sum = 0;
 #pragma omp simd reduction(+ : part, sum)
-                for (long j = from; j < to; j++) {
-                    sum += w[j] * m[j];
-                    part += w[j] * w[j] * v[j];
-                }
-                taps[start / block] += sum;
-            } else {
-#pragma omp simd reduction(+ : part)
-                for (long j = from; j < to; j++) {
-                    lanes[j] += w[j] * m[j];
-                    part += w[j] * w[j] * v[j];
-                }
+            for (long j = from; j < to; j++) {
+                sum += weight[j] * means[j];
+                part += weight[j] * weight[j] * vars[j];
             }
+            taps[t] += sum;
             var += part;
         }
     }
-    if (!l->last)
-        for (long j = 0; j < least(block, size); j += l->taps)
-            for (long t = 0; t < l->taps; t++) taps[t] += lanes[j + t];
     return var;
+}
+
+/* The same for weights whose taps are adjacent. The taps of WIDTH channels fill as many vectors as there are taps, and
+   each vector has a sum, which stays in a register if the compiler knows how many there are. `sums` has room for all. */
+SPECIAL double sums_of_blocks(const Layer *l, long count, const REAL *restrict weight, const REAL *restrict means,
+                              const REAL *restrict vars, Vector *restrict sums, double *taps) {
+    long size = l->channels * count, block = WIDTH * count, start = 0;
+    double var = 0;
+    for (long u = 0; u < count; u++) sums[u] = (Vector){0};
+    while (start + block <= size) {
+        long stop = start + BLOCKS * block;
+        Vector parts[3] = {{0}, {0}, {0}};
+        for (; start < stop && start + block <= size; start += block) {
+#pragma GCC unroll 9
+            for (long u = 0; u < count; u++) {
+                Vector w = load(weight + start + u * WIDTH);
+                sums[u] += w * load(means + start + u * WIDTH);
+                parts[u % 3] += w * w * load(vars + start + u * WIDTH);
+            }
+        }
+        Vector part = parts[0] + parts[1] + parts[2];
+        for (long j = 0; j < (long)WIDTH; j++) var += part[j];
+    }
+    for (long t = 0; t < count; t++) taps[t] = 0;
+    for (long u = 0, t = 0; u < count; u++)
+        for (long j = 0; j < (long)WIDTH; j++, t = t + 1 == count ? 0 : t + 1) taps[t] += sums[u][j];
+    for (; start < size; start += count)
+        for (long t = 0; t < count; t++) {
+            double w = weight[start + t];
+            taps[t] += w * means[start + t];
+            var += w * w * vars[start + t];
+        }
+    return var;
+}
+
+/* With 9 taps, the most frequent number. */
+ONCE double sums_of_nine(const Layer *l, const REAL *weight, const REAL *means, const REAL *vars, double *taps) {
+    Vector sums[9];
+    return sums_of_blocks(l, 9, weight, means, vars, sums, taps);
 }
 
 /* Returns 0, or 1 if there is no memory. `away` (outputs, kinds) is written if there are several kinds. */
 int layer_forward(const Layer *l, const REAL *weight, const REAL *mean, const REAL *var,
                   REAL *out_mean, REAL *out_var, REAL *away, long threads) {
-    long size = l->channels * l->taps, room = LANES * l->taps;
-    REAL *both = malloc((2 * size + threads * room) * sizeof(REAL));
-    double *all = malloc(threads * (l->taps + l->kinds) * sizeof(double));
-    if (!both || !all) {
-        free(both), free(all);
-        return 1;
-    }
-    spread(l, mean, var, both, both + size);
-#pragma omp parallel for num_threads(threads) schedule(static)
+    long size = l->channels * l->taps, failed = 0;
+    REAL *means = malloc(2 * size * sizeof(REAL)), *vars = means + size;
+    if (!means) return 1;
+    spread(l, mean, var, means, vars);
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed)
     for (long part = 0; part < threads; part++) {
-        double *taps = all + part * (l->taps + l->kinds), *means = taps + l->taps;
-        REAL *lanes = both + 2 * size + part * room;
-        for (long k = l->outputs * part / threads; k < l->outputs * (part + 1) / threads; k++) {
-            double spread_k = sums_of(l, weight + k * size, both, both + size, lanes, taps), middle = 0;
+        Vector *sums = apart(l->taps * sizeof(Vector));
+        double *taps = apart((l->taps + l->kinds) * sizeof(double)), *at_kinds = taps + l->taps;
+        failed = !sums || !taps;
+        for (long k = l->outputs * part / threads; k < l->outputs * (part + 1) / threads && !failed; k++) {
+            const REAL *row = weight + k * size;
+            double middle = 0, total = l->last        ? sums_of_planes(l, row, means, vars, taps)
+                                       : l->taps == 9 ? sums_of_nine(l, row, means, vars, taps)
+                                                      : sums_of_blocks(l, l->taps, row, means, vars, sums, taps);
             if (l->kinds == 1) {
                 for (long t = 0; t < l->taps; t++) middle += taps[t] * l->of_taps[t];
             } else {
                 for (long q = 0; q < l->kinds; q++) {
-                    means[q] = 0;
-                    for (long t = 0; t < l->taps; t++) means[q] += taps[t] * l->inside[q * l->taps + t];
-                    middle += means[q] * l->of_kinds[q];
+                    at_kinds[q] = 0;
+                    for (long t = 0; t < l->taps; t++) at_kinds[q] += taps[t] * l->inside[q * l->taps + t];
+                    middle += at_kinds[q] * l->of_kinds[q];
                 }
                 for (long q = 0; q < l->kinds; q++) {
-                    double from = means[q] - middle;
+                    double from = at_kinds[q] - middle;
                     away[k * l->kinds + q] = from;
-                    spread_k += from * from * l->of_kinds[q];
+                    total += from * from * l->of_kinds[q];
                 }
             }
             out_mean[k] = middle;
-            out_var[k] = spread_k;
+            out_var[k] = total;
         }
+        free(sums), free(taps);
     }
-    free(both), free(all);
-    return 0;
+    free(means);
+    return failed;
 }
 
 /* The gradient with respect to the sum of one tap, for one output. */
@@ -113,64 +155,96 @@ SPECIAL double tap_gradient(const Layer *l, double by_mean, double by_var, const
     return sum;
 }
 
-/* The gradients of one output with respect to `n` of its weights. pattern[i]: the gradient of the tap of weight i. */
-SPECIAL void backward_row(int wanted, long n, const REAL *restrict weight, const REAL *restrict pattern,
-                          const REAL *restrict means, const REAL *restrict vars, REAL by_var, REAL *restrict d_weight,
-                          REAL *restrict sums, REAL *restrict squares) {
+/* The gradients of outputs with respect to `n` of the weights of each. The rows of weights are `size` apart. For weight
+   i of row r the gradient of its tap is patterns[r * period + i], or patterns[r] in channels_last. */
+SPECIAL void backward_rows(int rows, int last, int wanted, long n, long size, const REAL *restrict weight, long period,
+                           const REAL *restrict patterns, const REAL *restrict by_var, const REAL *restrict means,
+                           const REAL *restrict vars, REAL *restrict d_weight, REAL *restrict sums,
+                           REAL *restrict squares) {
 #pragma omp simd
     for (long i = 0; i < n; i++) {
-        REAL w = weight[i];
-        sums[i] += pattern[i] * w;
-        squares[i] += by_var * (w * w);
-        if (wanted) d_weight[i] = pattern[i] * means[i] + 2 * by_var * vars[i] * w;
+        REAL sum = 0, square = 0, mean = means[i], var = 2 * vars[i];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            REAL w = weight[r * size + i], tap = patterns[last ? r : r * period + i], by = by_var[r] * w;
+            sum += tap * w;
+            square += by * w;
+            if (wanted) d_weight[r * size + i] = tap * mean + by * var;
+        }
+        sums[i] += sum;
+        squares[i] += square;
+    }
+}
+
+/* One thread's part of the gradients: the columns from `first` to `stop` of all outputs. `taps` (outputs, taps) are
+   gradients of taps. `sums` and `squares` are of these columns, and `room` is for ROWS patterns. */
+SPECIAL void backward_columns(int last, int wanted, const Layer *l, long first, long stop, const REAL *weight,
+                              const REAL *taps, const REAL *by_var, const REAL *means, const REAL *vars,
+                              REAL *d_weight, REAL *sums, REAL *squares, REAL *room, double *all) {
+    long size = l->channels * l->taps, period = LANES * l->taps, width = stop - first;
+    for (long start = 0; start < l->outputs; start += STEP) {
+        long end = least(start + STEP, l->outputs);
+        for (long i = 0; i < width; i++) sums[i] = squares[i] = 0;
+        for (long k = start; k < end;) {
+            int rows = end - k < ROWS ? 1 : ROWS;
+            for (int r = 0; r < rows && !last; r++)
+                for (long j = 0; j < period; j += l->taps)
+                    for (long t = 0; t < l->taps; t++) room[r * period + j + t] = taps[(k + r) * l->taps + t];
+            for (long i = first; i < stop;) {
+                long n = least(last ? (i / l->channels + 1) * l->channels - i : period, stop - i);
+                if (last)
+                    for (int r = 0; r < rows; r++) room[r] = taps[(k + r) * l->taps + i / l->channels];
+                const REAL *w = weight + k * size + i;
+                REAL *d = wanted ? d_weight + k * size + i : 0;
+                if (rows == ROWS)
+                    backward_rows(ROWS, last, wanted, n, size, w, period, room, by_var + k, means + i, vars + i, d,
+                                  sums + i - first, squares + i - first);
+                else
+                    backward_rows(1, last, wanted, n, size, w, period, room, by_var + k, means + i, vars + i, d,
+                                  sums + i - first, squares + i - first);
+                i += n;
+            }
+            k += rows;
+        }
+        for (long i = 0; i < width; i++) all[first + i] += sums[i], all[size + first + i] += squares[i];
     }
 }
 
 /* Writes `d_mean`, `d_var` and, unless it is NULL, `d_weight`. Returns 0, or 1 if there is no memory. */
 int layer_backward(const Layer *l, const REAL *weight, const REAL *mean, const REAL *var, const REAL *by_mean,
                    const REAL *by_var, const REAL *away, REAL *d_mean, REAL *d_var, REAL *d_weight, long threads) {
-    /* Weights are handled in blocks. All blocks have the same taps, or a block has one tap. */
-    long size = l->channels * l->taps, block = l->last ? l->channels : least(LANES * l->taps, size);
-    REAL *memory = malloc((4 * size + l->outputs * l->taps + threads * block) * sizeof(REAL));
+    long size = l->channels * l->taps, block = LANES * l->taps, blocks = (size + block - 1) / block, failed = 0;
+    REAL *means = malloc((2 * size + l->outputs * l->taps) * sizeof(REAL)), *vars = means + size, *taps = vars + size;
     double *all = calloc(2 * size, sizeof(double));
-    if (!memory || !all) {
-        free(memory), free(all);
+    if (!means || !all) {
+        free(means), free(all);
         return 1;
     }
-    REAL *means = memory, *vars = means + size, *sums = vars + size, *squares = sums + size;
-    REAL *taps = squares + size, *patterns = taps + l->outputs * l->taps;
     spread(l, mean, var, means, vars);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (long k = 0; k < l->outputs; k++)
         for (long t = 0; t < l->taps; t++)
             taps[k * l->taps + t] = tap_gradient(l, by_mean[k], by_var[k], away ? away + k * l->kinds : 0, t);
-    long blocks = (size + block - 1) / block;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed)
     for (long part = 0; part < threads; part++) {
         /* Threads divide the columns of the weight, so that sums over outputs do not depend on their number. */
-        REAL *pattern = patterns + part * block;
-        long from = blocks * part / threads, to = blocks * (part + 1) / threads;
-        for (long start = 0; start < l->outputs; start += STEP) {
-            for (long i = from * block; i < least(to * block, size); i++) sums[i] = squares[i] = 0;
-            for (long k = start; k < least(start + STEP, l->outputs); k++) {
-                const REAL *row = weight + k * size, *tap = taps + k * l->taps;
-                if (!l->last)
-                    for (long j = 0; j < block; j++) pattern[j] = j < l->taps ? tap[j] : pattern[j - l->taps];
-                for (long i = from * block; i < least(to * block, size); i += block) {
-                    long n = least(block, size - i);
-                    if (l->last)
-                        for (long j = 0; j < n; j++) pattern[j] = tap[i / block];
-                    if (d_weight)
-                        backward_row(1, n, row + i, pattern, means + i, vars + i, by_var[k], d_weight + k * size + i,
-                                     sums + i, squares + i);
-                    else
-                        backward_row(0, n, row + i, pattern, means + i, vars + i, by_var[k], 0, sums + i, squares + i);
-                }
-            }
-            for (long i = from * block; i < least(to * block, size); i++)
-                all[i] += sums[i], all[size + i] += squares[i];
-        }
+        long first = least(blocks * part / threads * block, size), width = 0;
+        long stop = least(blocks * (part + 1) / threads * block, size);
+        width = stop - first;
+        REAL *sums = apart((2 * width + ROWS * block) * sizeof(REAL)), *squares = sums + width, *room = squares + width;
+        failed = !sums;
+        if (failed) continue;
+        if (l->last && d_weight)
+            backward_columns(1, 1, l, first, stop, weight, taps, by_var, means, vars, d_weight, sums, squares, room, all);
+        else if (l->last)
+            backward_columns(1, 0, l, first, stop, weight, taps, by_var, means, vars, 0, sums, squares, room, all);
+        else if (d_weight)
+            backward_columns(0, 1, l, first, stop, weight, taps, by_var, means, vars, d_weight, sums, squares, room, all);
+        else
+            backward_columns(0, 0, l, first, stop, weight, taps, by_var, means, vars, 0, sums, squares, room, all);
+        free(sums);
     }
-    for (long c = 0; c < l->channels; c++) {
+    for (long c = 0; c < l->channels && !failed; c++) {
         double first = 0, second = 0;
         for (long t = 0; t < l->taps; t++) {
             long i = l->last ? t * l->channels + c : c * l->taps + t;
@@ -180,8 +254,8 @@ int layer_backward(const Layer *l, const REAL *weight, const REAL *mean, const R
         d_mean[c] = first;
         d_var[c] = second;
     }
-    free(memory), free(all);
-    return 0;
+    free(means), free(all);
+    return failed;
 }
 
 /* A whole bundle: see bundle.py and aten.py. Entries are (2, E): means, then variances. An operand is the entries from

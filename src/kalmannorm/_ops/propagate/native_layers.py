@@ -30,7 +30,7 @@ class CLayer(ctypes.Structure):
         taps = of_taps.numel()
         channels = weight.numel() // (weight.shape[0] * taps)
         places = inside.data_ptr(), of_kinds.data_ptr(), of_taps.data_ptr()
-        return cls(weight.shape[0], channels, taps, last, of_kinds.numel(), *places)
+        return cls(weight.shape[0], channels, taps, last or taps == 1, of_kinds.numel(), *places)
 
 
 LARGE = 2**15
