@@ -14,12 +14,13 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from kalmannorm._groups import group_count, group_size
-from kalmannorm._ops.normalize import aten, aten_settled, native
+from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
 from kalmannorm._ops.normalize.aten_learned import AtenLearned
 from kalmannorm._ops.normalize.aten_rows import AtenRows
 from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
 from kalmannorm._ops.normalize.native_learned import NativeLearned
 from kalmannorm._ops.normalize.native_rows import NativeRows
+from kalmannorm._ops.normalize.native_settled import NativeSettledRows
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.track import aten_many
 from kalmannorm.moments import closed
@@ -51,7 +52,10 @@ def kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
 
 def settled_kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     """A module with the functions `forward` and `backward` of `aten_settled`."""
-    if kernels_for(x, statistics_batch_size) in (aten, native):
+    kernels = kernels_for(x, statistics_batch_size)
+    if kernels is native:
+        return native_settled
+    if kernels is aten:
         return aten_settled
     from kalmannorm._ops.normalize import triton_settled_run
 
@@ -72,7 +76,10 @@ def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
 
 def settled_row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
     """As `row_kernels_for`, for a settled norm."""
-    if kernels_for(x, statistics_batch_size) in (aten, native):
+    kernels = kernels_for(x, statistics_batch_size)
+    if kernels is native:
+        return NativeSettledRows
+    if kernels is aten:
         return AtenSettledRows if x.device.type == "cpu" else None
     from kalmannorm._ops.normalize.triton_settled_rows import TritonSettledRows
 

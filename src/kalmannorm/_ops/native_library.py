@@ -40,6 +40,7 @@ FUNCTIONS = {
     "forward": 2,
     "again": 2,
     "backward": 2,
+    "settle_backward": 2,
     "layer_forward": 7,
     "layer_backward": 10,
     "bundle_forward": 5,

@@ -11,11 +11,14 @@ from torch.utils._pytree import tree_map_only
 
 import kalmannorm
 from kalmannorm._ops.dispatch import kernels_for
-from kalmannorm._ops.normalize import aten, native
-from kalmannorm._ops.normalize.arguments import Inputs, Results
+from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
+from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledInputs
+from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
 from kalmannorm._ops.normalize.native_rows import NativeRows
 from kalmannorm._ops.normalize.row_kernels import Memory, Scratch
-from support.op_arguments import channels_last
+from support.op_arguments import channels_last, relative_error
+from support.poisoned import poison
+from support.settled_cases import Case, doubled, inputs_of, results
 
 SHAPES = {
     "wide": (5, 70, 9, 7),
@@ -109,6 +112,63 @@ def test_rows_and_the_output_once_more_have_the_bits_of_the_op(name, last):
     d_gain = d_rows[4].sum(0)
     found = [dx, d_residual, d_rows[2], d_rows[3], d_gain, d_rows[0].sum(0), d_rows[1]]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+SETTLED = {
+    "ragged last group": Case((5, 6, 3, 3), 2, relu=True),
+    "NCHW, ragged": Case((5, 6, 3, 3), 2, last=False, moments=True),
+    "one group, no prior": Case((4, 8, 5, 5), 4, prior=0),
+    "N groups, wide": Case((4, 70, 5, 5), 1, gain=1),
+    "(N, C)": Case((7, 5), 2, relu=True),
+    "volume": Case((3, 4, 2, 3, 2), 2, moments=True),
+    "rows of groups for everything": Case((5, 4, 3, 3), 2, prior=2, gain=2, weight=2, bias=2, relu=True, moments=True),
+    "residual": Case((5, 4, 3, 3), 2, residual=True),
+    "residual and relu": Case((5, 4, 3, 3), 2, residual=True, relu=True),
+    "residual and relu, NCHW": Case((5, 4, 25, 31), 3, residual=True, relu=True, last=False),
+    "large mean": Case((4, 6, 8, 8), 2, mean=1000.0),
+}
+
+
+@pytest.mark.parametrize("name", SETTLED)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_settled_as_pytorch_operations(name, threads, monkeypatch):
+    inputs, rest = inputs_of(SETTLED[name])
+    exact = SettledInputs(*doubled(inputs)), doubled(rest)
+    expected = results(aten_settled, *exact)
+    monkeypatch.setattr(native_settled, "threads_for", lambda values: threads)
+    monkeypatch.setattr(aten_settled, "backward", None)  # not asked
+    poison(monkeypatch)
+    for given, tolerance in ((exact, 1e-10), ((inputs, rest), 1e-5)):
+        found = results(native_settled, *given)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert one.shape == other.shape, index
+            assert relative_error(one, other) < max(tolerance, 3e-7 * SETTLED[name].mean), index
+    assert all(torch.equal(a, b) for a, b in zip(results(native_settled, inputs, rest), found, strict=True))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("residual", "relu"), [(True, True), (True, False), (False, True)])
+def test_settled_rows_as_pytorch_operations(last, residual, relu):
+    inputs, rows, groups = given((5, 70, 9, 7), last, torch.float64, residual=residual, relu=relu)
+    x, channels = inputs.x, inputs.x.shape[1]
+    spread = rows.unsqueeze(1).expand(-1, groups, -1)
+    running, averages = (
+        (torch.randn(channels).double(), torch.rand(channels).double() + 0.5),
+        torch.randn(channels, 3).double(),
+    )
+    grad, found = torch.randn_like(x), []
+    for kind in (AtenSettledRows, native_settled.NativeSettledRows):
+        kernels = kind(x, 2, 1e-5, residual=residual, relu=relu, pitch=channels)
+        memory = Memory(torch.full((4 * groups * channels + 3,), float("nan")).double(), Scratch())
+        y, kept = kernels.settle(x, spread, inputs.residual, running, memory, 3)
+        saved = y if kernels.keeps_output else None
+        dx, d_rows, d_residual, collected = kernels.differentiate(grad, x, saved, spread, kept, averages, memory, 3)
+        found.append(
+            [y, kept, memory.moments[3:], dx, d_rows.sum(1), collected, dx if d_residual is None else d_residual]
+        )
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("last", [False, True])

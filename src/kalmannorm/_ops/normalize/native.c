@@ -26,6 +26,8 @@ typedef struct {
 typedef struct {
     const REAL *grad, *x, *y, *moments, *rows[ROWS], *grad_moments[MOMENTS];
     REAL *dx, *d_residual, *d_rows;
+    const REAL *centre, *rho, *averages; /* of a settled norm: m and ρ (C), and averages of Σ g and Σ g z (C, 3) */
+    REAL *collected;                     /* of a settled norm: these sums now, and 1 (C, 3) */
 } Backward;
 
 typedef struct { REAL centre, scale, shift; } Line; /* scale (x - centre) + shift */
@@ -64,15 +66,12 @@ SPECIAL Line line_of(const Shape *s, const REAL *const rows[ROWS], const REAL *m
     return line;
 }
 
-/* Σ g and Σ g (x - mean) of one channel -> its gradients, written to `d_rows`, and how dx follows from g and x. */
-SPECIAL Slope differentiate(const Shape *s, const Backward *b, long group, long channel, double sum, double product) {
+/* Gradients with respect to the posterior -> those of prior and gain, written to `d_rows`, and how dx follows from g
+   and x. `scale` is that of g. */
+SPECIAL Slope share_out(const Shape *s, const Backward *b, long group, long channel, double scale, double by_mean,
+                        double by_var) {
     long step = groups_of(s) * s->channels, at = group * s->channels + channel;
-    double rho = 1 / sqrt(b->moments[VAR * step + at] + s->eps), weight = row(s, b->rows, WEIGHT, group, channel, 1);
-    double scale = weight * rho, observed = b->moments[OBSERVED_MEAN * step + at];
-    double by_mean = -scale * sum, by_var = -0.5 * scale * rho * rho * product;
-    double count = (double)examples_of(s, group) * s->positions;
-    b->d_rows[WEIGHT * step + at] = rho * product;
-    b->d_rows[BIAS * step + at] = sum;
+    double observed = b->moments[OBSERVED_MEAN * step + at], count = (double)examples_of(s, group) * s->positions;
     if (b->grad_moments[MEAN]) by_mean += b->grad_moments[MEAN][at];
     if (b->grad_moments[VAR]) by_var += b->grad_moments[VAR][at];
     if (b->rows[GAIN]) { /* see `update_backward` in _filter.py */
@@ -89,6 +88,37 @@ SPECIAL Slope differentiate(const Shape *s, const Backward *b, long group, long 
     if (b->grad_moments[OBSERVED_VAR]) by_var += b->grad_moments[OBSERVED_VAR][at];
     Slope slope = {scale, 2 * by_var / count, observed, by_mean / count};
     return slope;
+}
+
+/* Σ g and Σ g (x - mean) of one channel -> the gradients of γ and β, written to `d_rows`. */
+SPECIAL void add_up(const Shape *s, const Backward *b, long group, long channel, double rho, double sum,
+                    double product) {
+    long step = groups_of(s) * s->channels, at = group * s->channels + channel;
+    b->d_rows[WEIGHT * step + at] = rho * product;
+    b->d_rows[BIAS * step + at] = sum;
+}
+
+/* The gradients of one channel from its sums. */
+SPECIAL Slope differentiate(const Shape *s, const Backward *b, long group, long channel, double sum, double product) {
+    long step = groups_of(s) * s->channels, at = group * s->channels + channel;
+    double rho = 1 / sqrt(b->moments[VAR * step + at] + s->eps);
+    double scale = row(s, b->rows, WEIGHT, group, channel, 1) * rho;
+    add_up(s, b, group, channel, rho, sum, product);
+    return share_out(s, b, group, channel, scale, -scale * sum, -0.5 * scale * rho * rho * product);
+}
+
+/* The gradients of one channel of a settled norm. They need no sums of this backward: see aten_settled.py. */
+SPECIAL Slope expected(const Shape *s, const Backward *b, long group, long channel) {
+    double rho = b->rho[channel], scale = row(s, b->rows, WEIGHT, group, channel, 1) * rho;
+    double share = (double)examples_of(s, group) / s->examples;
+    double sum = share * b->averages[3 * channel], product = share * b->averages[3 * channel + 1];
+    return share_out(s, b, group, channel, scale, -scale * sum, -0.5 * scale * rho * product);
+}
+
+SPECIAL Line settled_line(const Shape *s, const Backward *b, long group, long channel) {
+    Line line = {b->centre[channel], row(s, b->rows, WEIGHT, group, channel, 1) * b->rho[channel],
+                 row(s, b->rows, BIAS, group, channel, 0)};
+    return line;
 }
 
 SPECIAL REAL passed(int mask, REAL grad, REAL x, REAL y, Line line) {
@@ -169,6 +199,27 @@ SPECIAL void write_slope(int mask, const REAL *restrict grad, const REAL *restri
     }
 }
 
+/* Both at once, for a slope that is known before the sums. */
+SPECIAL void settle_line(int mask, const REAL *restrict grad, const REAL *restrict x, const REAL *restrict y,
+                         REAL *restrict dx, REAL *restrict d_residual, long n, Line line, Slope slope, double sums[2]) {
+    for (long start = 0; start < n; start += CHUNK) {
+        long stop = start + least(CHUNK, n - start);
+        REAL sum = 0, product = 0;
+#pragma omp simd reduction(+ : sum, product)
+        for (long i = start; i < stop; i++) {
+            REAL g = passed(mask, grad[i], x[i], mask == BY_OUTPUT ? y[i] : 0, line);
+            sum += g;
+            product += g * (x[i] - line.centre);
+            dx[i] = slope.grad * g + (slope.slope * (x[i] - slope.centre) + slope.constant);
+        }
+        if (d_residual)
+            for (long i = start; i < stop; i++)
+                d_residual[i] = passed(mask, grad[i], x[i], mask == BY_OUTPUT ? y[i] : 0, line);
+        sums[0] += sum;
+        sums[1] += product;
+    }
+}
+
 /* One channel of one group, not channels_last. */
 
 SPECIAL long plane(const Shape *s, long example, long channel) {
@@ -209,6 +260,19 @@ SPECIAL void backward_planes(int mask, const Shape *s, const Backward *b, long g
         long at = plane(s, e, channel);
         write_slope(mask, b->grad + at, b->x + at, mask == BY_OUTPUT ? b->y + at : 0, b->dx + at, s->positions, line, slope);
     }
+}
+
+SPECIAL void settle_planes(int mask, const Shape *s, const Backward *b, long group, long channel) {
+    long first = group * s->size, last = first + examples_of(s, group);
+    Line line = settled_line(s, b, group, channel);
+    Slope slope = expected(s, b, group, channel);
+    double sums[2] = {0, 0};
+    for (long e = first; e < last; e++) {
+        long at = plane(s, e, channel);
+        settle_line(mask, b->grad + at, b->x + at, mask == BY_OUTPUT ? b->y + at : 0, b->dx + at,
+                    b->d_residual ? b->d_residual + at : 0, s->positions, line, slope, sums);
+    }
+    add_up(s, b, group, channel, b->rho[channel], sums[0], sums[1]);
 }
 
 /* Some neighbouring channels of one group, channels_last. */
@@ -311,6 +375,39 @@ SPECIAL void backward_block(int mask, const Shape *s, const Backward *b, long gr
     }
 }
 
+SPECIAL void settle_block(int mask, const Shape *s, const Backward *b, long group, long from, long width) {
+    long rows = examples_of(s, group) * s->positions, begin = group * s->size * s->positions;
+    Line line[WIDEST];
+    REAL centre[WIDEST], grad_scale[WIDEST], slope[WIDEST], observed[WIDEST], constant[WIDEST];
+    double sums[WIDEST] = {0}, products[WIDEST] = {0};
+    EVERY {
+        Slope of = expected(s, b, group, from + j);
+        line[j] = settled_line(s, b, group, from + j);
+        centre[j] = line[j].centre;
+        grad_scale[j] = of.grad, slope[j] = of.slope, observed[j] = of.centre, constant[j] = of.constant;
+    }
+    for (long start = begin; start < begin + rows; start += STEP) {
+        REAL sum[WIDEST] = {0}, product[WIDEST] = {0};
+        long stop = least(start + STEP, begin + rows);
+        for (long r = start; r < stop; r++) {
+            long at = r * s->channels + from;
+            const REAL *restrict grad = b->grad + at, *restrict x = b->x + at;
+            const REAL *restrict y = mask == BY_OUTPUT ? b->y + at : 0;
+            REAL *restrict dx = b->dx + at, *restrict residual = b->d_residual ? b->d_residual + at : 0;
+            EVERY {
+                REAL g = passed(mask, grad[j], x[j], mask == BY_OUTPUT ? y[j] : 0, line[j]);
+                sum[j] += g;
+                product[j] += g * (x[j] - centre[j]);
+                dx[j] = grad_scale[j] * g + (slope[j] * (x[j] - observed[j]) + constant[j]);
+            }
+            if (residual) EVERY residual[j] = passed(mask, grad[j], x[j], mask == BY_OUTPUT ? y[j] : 0, line[j]);
+        }
+        EVERY sums[j] += sum[j];
+        EVERY products[j] += product[j];
+    }
+    EVERY add_up(s, b, group, from + j, b->rho[from + j], sums[j], products[j]);
+}
+
 /* How the work is divided among threads: one unit is a group and a block of channels. */
 
 SPECIAL long width_of(const Shape *s, long threads) {
@@ -352,6 +449,11 @@ SPECIAL void backward_unit(int mask, const Shape *s, const Backward *b, long gro
     else backward_block(mask, s, b, group, from, width);
 }
 
+SPECIAL void settle_unit(int mask, const Shape *s, const Backward *b, long group, long from, long width) {
+    if (!s->last) settle_planes(mask, s, b, group, from);
+    else settle_block(mask, s, b, group, from, width);
+}
+
 /* What Python calls. */
 
 void observe(const Shape *s, const REAL *x, REAL *moments, long threads) {
@@ -362,11 +464,12 @@ void observe(const Shape *s, const REAL *x, REAL *moments, long threads) {
     }
 }
 
+/* Without y it only observes and filters. */
 void forward(const Shape *s, const Forward *f, long threads) {
     EACH_UNIT {
         UNIT
         observe_unit(s, f->x, f->rows, f->moments, group, from, some);
-        write_unit(s, f, group, from, some);
+        if (f->y) write_unit(s, f, group, from, some);
     }
 }
 
@@ -384,5 +487,21 @@ void backward(const Shape *s, const Backward *b, long threads) {
         if (b->y) backward_unit(BY_OUTPUT, s, b, group, from, some);
         else if (s->relu) backward_unit(BY_INPUT, s, b, group, from, some);
         else backward_unit(ALL, s, b, group, from, some);
+    }
+}
+
+void settle_backward(const Shape *s, const Backward *b, long threads) {
+    EACH_UNIT {
+        UNIT
+        if (b->y) settle_unit(BY_OUTPUT, s, b, group, from, some);
+        else if (s->relu) settle_unit(BY_INPUT, s, b, group, from, some);
+        else settle_unit(ALL, s, b, group, from, some);
+    }
+    long step = groups_of(s) * s->channels;
+    for (long c = 0; c < s->channels; c++) {
+        double sum = 0, product = 0;
+        for (long at = c; at < step; at += s->channels)
+            sum += b->d_rows[BIAS * step + at], product += b->d_rows[WEIGHT * step + at];
+        b->collected[3 * c] = sum, b->collected[3 * c + 1] = product, b->collected[3 * c + 2] = 1;
     }
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm._ops.native_library import library, threads_for, usable
 from kalmannorm._ops.normalize import aten
-from kalmannorm._ops.normalize.arguments import Inputs, Results
+from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledGrads
 
 ROWS = 5
 """γ, β, the mean and the variance of the prior, the gain, in this order."""
@@ -45,6 +45,7 @@ class Backward(ctypes.Structure):
         ("rows", ctypes.c_void_p * ROWS),
         ("grad_moments", ctypes.c_void_p * 4),
         *((name, ctypes.c_void_p) for name in ("dx", "d_residual", "d_rows")),
+        *((name, ctypes.c_void_p) for name in ("centre", "rho", "averages", "collected")),  # of a settled norm
     ]
 
 
@@ -78,11 +79,11 @@ def shape_of(x: Tensor, size: int, eps: float, relu: bool) -> Shape:
     return Shape(examples, channels, positions, size, last, relu, eps)
 
 
-def _address(t: Tensor | None) -> int | None:
+def address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def _rows(shape: Shape, inputs: Inputs, dtype: torch.dtype) -> list[Tensor | None]:
+def rows_of(shape: Shape, inputs: Inputs | SettledGrads, dtype: torch.dtype) -> list[Tensor | None]:
     """γ, β, prior and gain as the kernels read them. Their strides are written into `shape`."""
     given = (inputs.weight, inputs.bias, inputs.prior_mean, inputs.prior_var, inputs.gain)
     found: list[Tensor | None] = []
@@ -97,8 +98,8 @@ def _rows(shape: Shape, inputs: Inputs, dtype: torch.dtype) -> list[Tensor | Non
     return found
 
 
-def _void(addresses: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*map(address, tensors))
 
 
 def observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
@@ -138,10 +139,9 @@ def again(inputs: Inputs, mean: Tensor, var: Tensor, observed_mean: Tensor) -> T
 def _run(name: str, inputs: Inputs, moments: Tensor) -> Tensor:
     x, y = inputs.x, torch.empty_like(inputs.x)
     shape = shape_of(x, inputs.statistics_batch_size, inputs.eps, inputs.relu)
-    rows = _rows(shape, inputs, x.dtype)
+    rows = rows_of(shape, inputs, x.dtype)
     residual = None if inputs.residual is None else cast(inputs.residual, x.dtype)
-    addresses = _void([_address(row) for row in rows])
-    given = Forward(x.data_ptr(), _address(residual), addresses, y.data_ptr(), moments.data_ptr())
+    given = Forward(x.data_ptr(), address(residual), addresses(rows), y.data_ptr(), moments.data_ptr())
     getattr(_library(x), name)(ctypes.byref(shape), ctypes.byref(given), threads_for(x.numel()))
     return y
 
@@ -155,26 +155,26 @@ def backward(grads: Results, inputs: Inputs, results: Results, bias_rows: int) -
     if grad_y is None:
         grad_y = torch.zeros_like(x)
     grad_y, shape = cast(grad_y, x.dtype), shape_of(x, size, eps, relu)
-    rows = _rows(shape, inputs, x.dtype)
+    rows = rows_of(shape, inputs, x.dtype)
     known = torch.stack(moments)  # type: ignore[arg-type]
     dx, d_rows = torch.empty_like(x), known.new_empty((ROWS, *known.shape[1:]))
     d_residual = None if y is None else torch.empty_like(x)
     further = [None if grad is None else cast(grad, x.dtype).contiguous() for grad in grad_moments]
     given = Backward(
-        grad_y.data_ptr(), x.data_ptr(), _address(y), known.data_ptr(), _void([_address(row) for row in rows]),
-        _void([_address(grad) for grad in further]), dx.data_ptr(), _address(d_residual), d_rows.data_ptr(),
+        grad_y.data_ptr(), x.data_ptr(), address(y), known.data_ptr(), addresses(rows),
+        addresses(further), dx.data_ptr(), address(d_residual), d_rows.data_ptr(),
     )  # fmt: skip
     _library(x).backward(ctypes.byref(shape), ctypes.byref(given), threads_for(x.numel()))
     d_weight, d_bias, d_mean, d_var, d_gain = d_rows.unbind(0)
     gradients = [dx] if d_residual is None else [dx, d_residual]
     pairs = ((d_mean, prior_mean), (d_var, prior_var), (d_gain, gain), (d_weight, weight))
-    gradients += [_own(aten.summed(grad, like), grad) for grad, like in pairs if like is not None]
+    gradients += [own(aten.summed(grad, like), grad) for grad, like in pairs if like is not None]
     if bias_rows:
         rows_of_bias = d_bias.sum(0, keepdim=True) if bias_rows < d_bias.shape[0] else d_bias
-        gradients.append(_own(rows_of_bias, d_bias))
+        gradients.append(own(rows_of_bias, d_bias))
     return gradients
 
 
-def _own(found: Tensor, row: Tensor) -> Tensor:
+def own(found: Tensor, row: Tensor) -> Tensor:
     """A gradient with memory of its own: an op may not return views of one tensor."""
     return found.clone() if found.data_ptr() == row.data_ptr() else found
