@@ -26,6 +26,7 @@ from results_words import (
 FIGURES = "docs/figures/records"
 CIFAR, BY_SIZE, DIGITS = f"{FIGURES}/cifar10.jsonl", f"{FIGURES}/digits-by-size.jsonl", f"{FIGURES}/accuracy.jsonl"
 TUNING, SMALL = "benchmarks/records/fine-tuning.jsonl", "benchmarks/records/small-batches.jsonl"
+TRANSFER = "benchmarks/records/transfer.jsonl"
 MODES = ("population", "batch", "example")
 REPEAT = "kalmannorm compare -d digits -s 64,1 -m bn,bkn --seeds 3 --epochs 15 --device cpu --threads 1"
 """A row of the table of digits that takes minutes on two CPU cores."""
@@ -266,6 +267,24 @@ def _tuning_sentences(nets: list[str]) -> list[str]:
             all(each < 0 for pair in bare for each in pair),
         ),
     ]
+
+
+def transferred(form: str, m: int) -> Scores:
+    return {row["seed"]: row["accuracy"] for row in read(TRANSFER) if (row["form"], row["m"]) == (form, m)}
+
+
+def transfer_table() -> str:
+    """Fine-tuning on other data."""
+    rows = read(TRANSFER)
+    base, forms = transferred("batch norm", 32), [form for form in TUNED if transferred(form, 2)]
+    lines = [[form, *(_tuned_cell(transferred(form, m), base) for m in (2, 1))] for form in forms]
+    text = paragraph(
+        f"Batch norm at m = 32 has {spread(base)} ({len(base)} seeds). A difference is by seed, with the interval of "
+        f"95 %. One standard error of an accuracy on 5,000 images is {standard_error(80, 5000):.1f} points at 80 %."
+    )
+    headings = ["test accuracy, % (n), difference to m = 32", "m = 2", "m = 1"]
+    text += "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin(rows, TRANSFER, _commands(rows))
+    return text
 
 
 SMALL_METHODS = {

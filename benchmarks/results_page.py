@@ -342,6 +342,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ideas": trials.ideas_table,
     "filters": trials.filters_table,
     "fine-tuning": lab.tuning_table,
+    "other data": lab.transfer_table,
     "small batches": lab.small_tables,
     "the paper": paper,
     "not run": not_run,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmannorm._ops.normalize import aten_settled
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs
 from kalmannorm._ops.normalize.aten_rows import AtenRows
-from kalmannorm._ops.normalize.row_kernels import Memory, SettledGradients, SettledRowKernels
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledRowKernels, SettledSaved
 from kalmannorm._ops.propagate.bundle import ROWS
 
 
@@ -18,14 +18,8 @@ class AtenSettledRows(AtenRows):
     """One settled norm on x of one shape, on a CPU. The output is kept for the mask of a ReLU."""
 
     def settle(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
-        memory: Memory,
-        start: int,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
+    ) -> Pair:
         weight, bias, mean, var, gain = rows[:, 0]
         y, *moments, centre, rho = aten_settled.forward(
             SettledInputs(
@@ -39,35 +33,22 @@ class AtenSettledRows(AtenRows):
         torch.stack(moments, out=own)
         return y, torch.stack([centre, rho])
 
-    def differentiate(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        memory: Memory,
-        start: int,
-    ) -> SettledGradients:
+    def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
         if grad_y.stride() != self.strides:
-            grad_y = torch.empty_like(x).copy_(grad_y)
+            grad_y = torch.empty_like(saved.x).copy_(grad_y)
         observation = self.moments(memory.moments, start)[2:]
-        return through_the_op(self, grad_y, x, y, rows, kept, averages, observation, aten_settled.backward)
+        return through_the_op(self, grad_y, saved, observation, aten_settled.backward)
 
 
 def through_the_op(
     kernels: SettledRowKernels,
     grad_y: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    rows: Tensor,
-    kept: Tensor,
-    averages: Tensor,
+    saved: SettledSaved,
     observation: tuple[Tensor, ...],
     backward: Callable[[SettledGrads], list[Tensor]],
 ) -> SettledGradients:
     """The backward with the interface of `aten_settled.backward`. All groups have the same rows."""
+    x, y, rows, kept, averages = saved
     weight, bias, mean, var, gain = rows[:, 0]
     asks = y is not None and kernels.residual
     given = SettledGrads(  # type: ignore[call-arg]
@@ -78,4 +59,4 @@ def through_the_op(
     d_residual = rest.pop(0) if asks else grad_y if kernels.residual else None
     d_rows = rows.new_zeros((ROWS, *rows.shape[1:]))
     d_rows[:, 0] = torch.stack([d_weight, d_bias, rest[0][0], rest[1][0], rest[2]])
-    return dx, d_rows, d_residual, collected
+    return SettledGradients(dx, d_rows, d_residual, collected)

@@ -18,7 +18,7 @@ from kalmannorm._ops.normalize.arguments import SettledGrads
 from kalmannorm._ops.normalize.aten_settled import forward as forward
 from kalmannorm._ops.normalize.native import ROWS, Backward, Forward
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.row_kernels import Memory, SettledGradients
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved
 
 
 def backward(given: SettledGrads) -> list[Tensor]:
@@ -63,14 +63,8 @@ class NativeSettledRows(NativeRows):
         self.run_settled = found.settle_backward
 
     def settle(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
-        memory: Memory,
-        start: int,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
+    ) -> Pair:
         mean, var = running
         y = F.batch_norm(x, mean, var, rows[0, 0], rows[1, 0], False, 0.0, self.eps)
         if residual is not None:
@@ -82,17 +76,8 @@ class NativeSettledRows(NativeRows):
         self.run(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         return y, torch.stack([mean, (var + self.eps).rsqrt_()])
 
-    def differentiate(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        memory: Memory,
-        start: int,
-    ) -> SettledGradients:
+    def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
+        x, y, rows, kept, averages = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx, collected = torch.empty_like(x), torch.empty_like(averages)
@@ -105,6 +90,6 @@ class NativeSettledRows(NativeRows):
             centre + self.channels * self.bytes, averages.data_ptr(), collected.data_ptr(),
         )  # fmt: skip
         self.run_settled(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
-        if not self.residual:
-            return dx, d_rows, None, collected
-        return dx, d_rows, grad_y if d_residual is None else d_residual, collected
+        if self.residual and d_residual is None:
+            d_residual = grad_y
+        return SettledGradients(dx, d_rows, d_residual, collected)

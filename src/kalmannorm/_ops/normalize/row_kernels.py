@@ -50,35 +50,40 @@ class RowKernels(Protocol):
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
 
 
-SettledGradients = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""Gradients of x, of the rows (5, G, C), of the residual, and of the probe (C, 3)."""
+Pair = tuple[Tensor, Tensor]
+
+
+class SettledSaved(NamedTuple):
+    """What the backward of a settled norm reads."""
+
+    x: Tensor
+    y: Tensor | None
+    """If its sign is the mask of the ReLU."""
+    rows: Tensor
+    kept: Tensor
+    """m and ρ, (2, C)."""
+    averages: Tensor
+    """(C, 3)"""
+
+
+class SettledGradients(NamedTuple):
+    x: Tensor
+    rows: Tensor
+    """(5, G, C)"""
+    residual: Tensor | None
+    probe: Tensor
+    """(C, 3)"""
 
 
 class SettledRowKernels(RowKernels, Protocol):
     """One settled norm on x of one shape, prepared: see `triton_settled_rows.py`."""
 
     def settle(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
-        memory: Memory,
-        start: int,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
+    ) -> Pair:
         """y, and what the backward needs of the running statistics: m and ρ, (2, C). Writes the moments."""
 
-    def differentiate(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        memory: Memory,
-        start: int,
-    ) -> SettledGradients: ...
+    def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients: ...
 
 
 Transition = tuple[Tensor, Tensor, Tensor]

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kalmannorm._ops.normalize import registered_settled
 from kalmannorm._ops.normalize.aten_settled_rows import through_the_op
 from kalmannorm._ops.normalize.registered import watched
-from kalmannorm._ops.normalize.row_kernels import Memory, SettledRowKernels
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledRowKernels, SettledSaved
 
 
 class Settle(torch.autograd.Function):
@@ -36,13 +36,13 @@ class Settle(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         kernels, scratch, start = ctx.run
         x, rows, moments, kept, averages, y = ctx.saved_tensors
+        saved = SettledSaved(x, y, rows, kept, averages)
         if grad_y.__class__ is not Tensor or watched(x):
             observation = kernels.moments(moments, start)[2:]
-            given = kernels, grad_y, x, y, rows, kept, averages, observation
-            gradients = through_the_op(*given, registered_settled.backward)
+            gradients = through_the_op(kernels, grad_y, saved, observation, registered_settled.backward)
         else:
             memory = Memory(moments, scratch)
-            gradients = kernels.differentiate(grad_y, x, y, rows, kept, averages, memory, start)
+            gradients = kernels.differentiate(grad_y, saved, memory, start)
             if start == 0:  # the first norm of the bundle, so the last of its backward
                 scratch.memory = None
         return *gradients, None
@@ -60,7 +60,7 @@ def normalize_settled(
     kernels: SettledRowKernels,
     memory: Memory,
     start: int,
-    running: tuple[Tensor, Tensor],
+    running: Pair,
     averages: Tensor,
 ) -> Tensor:
     """y. `running` are mean and variance, `averages` the expected sums in units of this loss, all of this forward."""

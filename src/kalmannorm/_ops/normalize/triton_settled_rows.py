@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
-from kalmannorm._ops.normalize.row_kernels import Memory, SettledGradients
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved
 from kalmannorm._ops.normalize.tiling import observing, shape_of
 from kalmannorm._ops.normalize.triton_rows import NOTHING, Shares, Step, aligned, direct, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
@@ -49,14 +49,8 @@ class TritonSettledRows:
         self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
 
     def settle(
-        self,
-        x: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
-        memory: Memory,
-        start: int,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
+    ) -> Pair:
         y, kept = torch.empty_like(x), memory.moments.new_empty((2, self.channels))
         launches = self.forward_direct
         x_at, y_at, rows_at = x.data_ptr(), y.data_ptr(), rows.data_ptr()
@@ -64,7 +58,11 @@ class TritonSettledRows:
         mean_at, var_at = running[0].data_ptr(), running[1].data_ptr()
         odd = (x_at | y_at | mean_at | var_at | (residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            self._settle(x, y, rows, residual, running, kept, memory.moments, start)
+            given = self._forward_arguments(x, y, rows, residual, running, kept, memory.moments, start)
+            run(self.forward_launches, given)  # checked; they build the kernels
+            if aligned(x, y, residual, *running):
+                self.forward_direct = direct(self.forward_launches, given)
+                self.rows_offset = rows_at % ALIGNED
             return y, kept
         step, pitch = self.step_bytes, self.pitch_bytes
         mean, centre = memory.moments.data_ptr() + 4 * start, kept.data_ptr()
@@ -83,31 +81,13 @@ class TritonSettledRows:
             launches[1](stream, partial, count, *filtered, *moments)
         return y, kept
 
-    def _settle(
-        self,
-        x: Tensor,
-        y: Tensor,
-        rows: Tensor,
-        residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
-        kept: Tensor,
-        moments: Tensor,
-        start: int,
-    ) -> None:
-        """The forward through checked launches, which build the kernels."""
-        given = self._forward_arguments(x, y, rows, residual, running, kept, moments, start)
-        run(self.forward_launches, given)
-        if aligned(x, y, residual, *running):
-            self.forward_direct = direct(self.forward_launches, given)
-            self.rows_offset = rows.data_ptr() % ALIGNED
-
     def _forward_arguments(
         self,
         x: Tensor,
         y: Tensor,
         rows: Tensor,
         residual: Tensor | None,
-        running: tuple[Tensor, Tensor],
+        running: Pair,
         kept: Tensor,
         moments: Tensor,
         start: int,
@@ -125,17 +105,8 @@ class TritonSettledRows:
             given.append((partial, count, *filtered, *own))
         return given
 
-    def differentiate(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        memory: Memory,
-        start: int,
-    ) -> SettledGradients:
+    def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
+        x, y, rows, kept, averages = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
@@ -148,9 +119,11 @@ class TritonSettledRows:
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            self._differentiate(
-                grad_y, x, y, dx, d_residual, rows, kept, averages, d_rows, collected, memory.moments, start
-            )
+            made = SettledGradients(dx, d_rows, d_residual, collected)
+            given = self._backward_arguments(grad_y, saved, made, memory.moments, start)
+            run(self.backward_launches, given)  # checked; they build the kernels
+            if aligned(grad_y, x, y, dx, d_residual, averages):
+                self.backward_direct = direct(self.backward_launches, given)
         else:
             step, pitch = self.step_bytes, self.pitch_bytes
             seen, d_weight = memory.moments.data_ptr() + 4 * start + 2 * step, d_rows.data_ptr()
@@ -165,47 +138,16 @@ class TritonSettledRows:
                 d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step,
             )  # fmt: skip
             launches[1](stream, sums, rho, d_weight, d_weight + step, collected.data_ptr(), *NOTHING, None, None)
-        return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None, collected
-
-    def _differentiate(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        dx: Tensor,
-        d_residual: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        d_rows: Tensor,
-        collected: Tensor,
-        moments: Tensor,
-        start: int,
-    ) -> None:
-        """The backward through checked launches, which build the kernels."""
-        given = self._backward_arguments(
-            grad_y, x, y, dx, d_residual, rows, kept, averages, d_rows, collected, moments, start
-        )
-        run(self.backward_launches, given)
-        if aligned(grad_y, x, y, dx, d_residual, averages):
-            self.backward_direct = direct(self.backward_launches, given)
+        if self.residual and not self.keeps_output:
+            d_residual = grad_y
+        return SettledGradients(dx, d_rows, d_residual, collected)
 
     def _backward_arguments(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        y: Tensor | None,
-        dx: Tensor,
-        d_residual: Tensor | None,
-        rows: Tensor,
-        kept: Tensor,
-        averages: Tensor,
-        d_rows: Tensor,
-        collected: Tensor,
-        moments: Tensor,
-        start: int,
+        self, grad_y: Tensor, saved: SettledSaved, made: SettledGradients, moments: Tensor, start: int
     ) -> list[tuple[Tensor | None, ...]]:
-        """The arguments of each launch of a backward."""
+        """The arguments of each launch of a backward. `made` is memory for the gradients."""
+        x, y, rows, kept, averages = saved
+        dx, d_rows, d_residual, collected = made
         sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
         d_weight, d_bias, *d_filtered = d_rows.unbind(0)
         seen = self.moments(moments, start)[2:]
@@ -223,12 +165,9 @@ class TritonSettledRows:
             self.forward_launches,
             self._forward_arguments(like, like, rows, residual, running, kept, moments, start),
         )
-        yield (
-            self.backward_launches,
-            self._backward_arguments(
-                like, like, masks, like, masks, rows, kept, averages, d_rows, averages, moments, start
-            ),
-        )
+        saved = SettledSaved(like, masks, rows, kept, averages)
+        made = SettledGradients(like, d_rows, masks, averages)
+        yield self.backward_launches, self._backward_arguments(like, saved, made, moments, start)
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
         """Mean and variance of the posterior, then of the observation, each (G, C)."""
