@@ -31,7 +31,7 @@ from kalmannorm._norms.computed_weights import (
 )
 from kalmannorm._ops.filters import definition
 
-COMPUTATIONS = ["centred", "standardized"]
+COMPUTATIONS = ["centred", "standardized", "scaled"]
 F64 = torch.float64
 
 

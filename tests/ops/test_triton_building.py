@@ -179,7 +179,7 @@ def launched(launches):
         launch.kernel.warmup(*given, *launch.numbers, grid=launch.grid, **launch.options)
 
 
-@pytest.mark.parametrize("computation", ["centred", "standardized"])
+@pytest.mark.parametrize("computation", ["centred", "standardized", "scaled"])
 def test_filters_are_built_once(computation, monkeypatch):
     """For this GPU. Later steps find both kernels, whichever layers are computed."""
     monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)

@@ -243,18 +243,18 @@ def test_tracking_together(kind, groups, compiled):
     assert "atom.global.gpu.acq_rel" in compiled["track_many_kernel"]
 
 
-@pytest.mark.parametrize("standardize", [False, True], ids=["centred", "standardized"])
+@pytest.mark.parametrize("computation", ["centred", "standardized", "scaled"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["by address", "gathered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_filters(dtype, gathered, standardize, compiled, monkeypatch):
+def test_filters(dtype, gathered, computation, compiled, monkeypatch):
     """Nothing is added by atomics, and no tile needs more shared memory than the sums of its threads."""
     weights = [torch.zeros(8, 3, 3, 3, dtype=dtype), torch.zeros(8, 300, 3, 3, dtype=dtype)]
     layers = triton_together.layers_of(weights)
     if gathered:
         monkeypatch.setattr(triton_together._UPLOADS, "find", lambda *_: None)
-    filters, statistics = triton_together.forward(weights, layers, standardize)
-    known = (weights, statistics) if standardize else ()
-    triton_together.backward([filters[0], None], layers, *known)
+    filters, statistics = triton_together.forward(weights, layers, computation)
+    known = () if computation == "centred" else (weights, statistics)
+    triton_together.backward([filters[0], None], layers, computation, *known)
     assert compiled.keys() == {"filters_kernel", "filters_backward_kernel"}
     assert not any("atom" in assembly for assembly in compiled.values())
     assert max(compiled.shared.values()) <= 2**11

@@ -121,7 +121,8 @@ def convert(
             moving-average `real_batch_size`, `warmup_steps` and `centre_weights`; for online `forward_decay`,
             `backward_decay`, `layer_scaling` and `clamp`. `momentum` and `process_group` default to those of each norm.
             For kalman, ghost and group `weight_standardization=True` standardizes filters of convolutions: for group
-            all of them, for the others those with a norm after them, except depthwise ones.
+            all of them, for the others those with a norm after them, except depthwise ones. The others also divide
+            them by the square root of their number of inputs, so outputs are about as large as inputs.
     """
     _check_arguments(model, example_input, to, statistics_batch_size, transition, options)
     if calibrate and (to != "kalman" or transition != "weights"):
@@ -187,7 +188,9 @@ def _computation(to: Target, options: dict[str, Any]) -> Computation | None:
     """How convolutions compute their weights for this norm."""
     if to == "moving-average":
         return "centred" if options.get("centre_weights", True) else None
-    return "standardized" if options.get("weight_standardization", False) else None
+    if not options.get("weight_standardization", False):
+        return None
+    return "standardized" if to == "group" else "scaled"
 
 
 def _check_standardized(model: nn.Module, normalized: Sequence[nn.Module] | None, norms: Sequence[nn.Module]) -> None:

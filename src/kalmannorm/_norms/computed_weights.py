@@ -1,5 +1,5 @@
-"""Convolutions that compute their filter from a parameter W, for norms that need it: centred or standardized per output
-channel. `_ops/filters/definition.py` has the equations.
+"""Convolutions that compute their filter from a parameter W, for norms that need it: centred, standardized or scaled
+per output channel. `_ops/filters/definition.py` has the equations.
 
 Names and parameters stay those of the convolution: `weight` is W, and `filter` is computed. At the beginning of the
 model's forward two hooks compute the filters of all its convolutions together, and keep them until its end. Everything
@@ -129,6 +129,10 @@ class _Standardized(ComputedWeight):
     computation = "standardized"
 
 
+class _Scaled(ComputedWeight):
+    computation = "scaled"
+
+
 class CentredConv1d(_Centred, nn.Conv1d):
     """`nn.Conv1d` whose weight has a mean of 0 per output channel."""
 
@@ -153,10 +157,23 @@ class StandardizedConv3d(_Standardized, nn.Conv3d):
     """`nn.Conv3d` whose weight has a mean of 0 and a variance of 1 per output channel."""
 
 
+class ScaledConv1d(_Scaled, nn.Conv1d):
+    """`nn.Conv1d` whose weight has a mean of 0 and a norm of 1 per output channel."""
+
+
+class ScaledConv2d(_Scaled, nn.Conv2d):
+    """`nn.Conv2d` whose weight has a mean of 0 and a norm of 1 per output channel."""
+
+
+class ScaledConv3d(_Scaled, nn.Conv3d):
+    """`nn.Conv3d` whose weight has a mean of 0 and a norm of 1 per output channel."""
+
+
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CLASSES: dict[Computation, tuple[Any, ...]] = {
     "centred": (CentredConv1d, CentredConv2d, CentredConv3d),
     "standardized": (StandardizedConv1d, StandardizedConv2d, StandardizedConv3d),
+    "scaled": (ScaledConv1d, ScaledConv2d, ScaledConv3d),
 }
 
 
@@ -274,7 +291,7 @@ def _computed_in(model: nn.Module) -> Filters:
     """The filters of a model, as many as can be computed together."""
     if jit_traces() or functions_watched():
         return {}
-    weights: dict[Computation, dict[int, Tensor]] = {"centred": {}, "standardized": {}}
+    weights: dict[Computation, dict[int, Tensor]] = {computation: {} for computation in CLASSES}
     for module in _convolutions(model):
         weight = _tensor_of(module)
         if type(weight) in (Tensor, nn.Parameter) and not weight.is_inference():

@@ -1,6 +1,7 @@
 """Which convolutions are normalized: all that reads their output goes through a norm, before another layer or the end.
 
-The scale of such a convolution has no effect on what the model computes, so its filters can be standardized.
+The norm removes the scale of such a convolution, so its filters can be standardized. Where several convolutions are
+summed before the norm, it removes the scale that they have in common.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kalmannorm._ops.filters import aten, definition
 from kalmannorm._ops.filters.together import filters_of
 
-COMPUTATIONS = ["centred", "standardized"]
+COMPUTATIONS = ["centred", "standardized", "scaled"]
 F64 = torch.float64
 
 
@@ -49,6 +49,14 @@ def test_is_that_of_the_definition(name, computation):
     assert found.stride() == expected.stride() and (name == "gaps" or found.stride() == weight.stride())
     changes = [torch.autograd.grad(made, weight, grad)[0] for made in (found, expected)]
     torch.testing.assert_close(*changes, rtol=1e-10, atol=1e-10)
+
+
+def test_a_scaled_filter_has_a_mean_of_0_and_a_norm_of_1():
+    weight = torch.randn(4, 3, 3, 5, dtype=F64) * 10 + 1
+    found = definition.scaled(weight)
+    torch.testing.assert_close(found, definition.standardized(weight) / 45**0.5, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.mean((1, 2, 3)), torch.zeros(4, dtype=F64))
+    torch.testing.assert_close(found.square().sum((1, 2, 3)), torch.ones(4, dtype=F64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("computation", COMPUTATIONS)
@@ -96,10 +104,13 @@ class Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("computation", ["standardized", "scaled"])
 @pytest.mark.parametrize("name", ["contiguous", "channels_last", "one tap, channels_last"])
-def test_a_standardized_filter_is_one_operation_in_each_direction(name):
+def test_a_standardized_filter_is_one_operation_in_each_direction(name, computation):
+    """A scaled one also needs a constant for the inputs of one channel."""
     weight = WEIGHTS[name]().requires_grad_()
     grad = torch.zeros_like(weight)
     with Counter() as counter:
-        torch.autograd.grad(filters_of([weight], "standardized"), weight, grad)
-    assert counter.names == ["native_layer_norm", "native_layer_norm_backward"]
+        torch.autograd.grad(filters_of([weight], computation), weight, grad)
+    constant = ["new_full"] if computation == "scaled" else []
+    assert counter.names == [*constant, "native_layer_norm", "native_layer_norm_backward"]

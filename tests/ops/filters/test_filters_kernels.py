@@ -29,7 +29,7 @@ SHAPES = {
     "3d": (3, 4, 2, 3, 2),
     "more rows than a tile": (70, 2, 3, 3),
 }
-COMPUTATIONS = ["centred", "standardized"]
+COMPUTATIONS = ["centred", "standardized", "scaled"]
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

@@ -2,6 +2,11 @@
 
     centred         W - mean(W)                             Moving Average Batch Norm (Yan et al., 2020)
     standardized    (W - mean(W)) / sqrt(var(W) + eps)      Weight Standardization (Qiao et al., 2019); eps = 1e-5
+    scaled          standardized(W) / sqrt(n)               n is the number of values per output channel
+
+A scaled filter has a mean of 0 and a norm of 1, up to eps. So its output is about as large as its input. The output of
+a standardized filter is sqrt(n) times as large. A norm after it removes this factor, but running statistics that begin
+at 0 and 1 have to follow it first. Scaled Weight Standardization (Brock et al., 2021) has the same factor.
 
 The variance is the biased one. Statistics of half-precision weights are computed in float32. Tests compare every other
 version with this one.
@@ -9,6 +14,7 @@ version with this one.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -16,7 +22,7 @@ from torch import Tensor
 
 EPS = 1e-5
 
-Computation = Literal["centred", "standardized"]
+Computation = Literal["centred", "standardized", "scaled"]
 
 
 def centred(weight: Tensor) -> Tensor:
@@ -30,6 +36,14 @@ def standardized(weight: Tensor) -> Tensor:
     full = _precise(weight)
     var, mean = torch.var_mean(full, _inputs(weight), correction=0, keepdim=True)
     return ((full - mean) * (var + EPS).rsqrt()).to(weight.dtype)  # in the memory format of the weight
+
+
+def scaled(weight: Tensor) -> Tensor:
+    """With a mean of 0 and a norm of 1 per output channel."""
+    full = _precise(weight)
+    away = full - full.mean(_inputs(weight), keepdim=True)
+    squares = away.square().sum(_inputs(weight), keepdim=True)
+    return (away * (squares + EPS * math.prod(weight.shape[1:])).rsqrt()).to(weight.dtype)
 
 
 def _precise(weight: Tensor) -> Tensor:

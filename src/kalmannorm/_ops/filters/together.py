@@ -63,7 +63,7 @@ def _computed(weights: Sequence[Tensor], computation: Computation) -> Sequence[T
                 made: tuple[Tensor, ...] = _Node.apply(run, layers, computation, *weights)  # type: ignore[no-untyped-call]
                 return made
             if layers is not None:
-                filters: list[Tensor] = run.forward(weights, layers, computation == "standardized")[0]
+                filters: list[Tensor] = run.forward(weights, layers, computation)[0]
                 return filters
     return [aten.computed(weight, computation) for weight in weights]
 
@@ -71,9 +71,9 @@ def _computed(weights: Sequence[Tensor], computation: Computation) -> Sequence[T
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, layers: Any, computation: Computation, *weights: Tensor) -> tuple[Tensor, ...]:
-        filters, statistics = run.forward(weights, layers, computation == "standardized")
+        filters, statistics = run.forward(weights, layers, computation)
         ctx.run, ctx.layers, ctx.computation = run, layers, computation
-        if computation == "standardized":
+        if computation != "centred":
             ctx.save_for_backward(statistics, *weights)
         ctx.set_materialize_grads(False)
         frozen = [filter for filter, needed in zip(filters, ctx.needs_input_grad[3:], strict=True) if not needed]
@@ -90,14 +90,15 @@ class _Node(torch.autograd.Function):
         first = next(grad for grad in grads if grad is not None)
         with on_device_of(first):
             if ctx.computation == "centred":
-                return *none, *ctx.run.backward(grads, ctx.layers)
+                return *none, *ctx.run.backward(grads, ctx.layers, ctx.computation)
             statistics, *weights = ctx.saved_tensors
-            return *none, *ctx.run.backward(grads, ctx.layers, weights, statistics)
+            return *none, *ctx.run.backward(grads, ctx.layers, ctx.computation, weights, statistics)
 
 
 def _differentiated(ctx: Any, grads: Sequence[Tensor | None]) -> list[Any]:
     if ctx.computation == "centred":  # the function is linear and its own adjoint
         return [None if grad is None else aten.computed(grad, "centred") for grad in grads]
+    computation: Computation = ctx.computation
     return closed.again(
-        lambda *weights: [aten.computed(weight, "standardized") for weight in weights], ctx.saved_tensors[1:], grads
+        lambda *weights: [aten.computed(weight, computation) for weight in weights], ctx.saved_tensors[1:], grads
     )

@@ -46,7 +46,7 @@ def places(k, first, rows, length, BL: tl.constexpr):
 @triton.jit
 def filter_rows(
     weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
-    BK: tl.constexpr, BL: tl.constexpr, STANDARDIZE: tl.constexpr,
+    BK: tl.constexpr, BL: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     k = block * BK + tl.arange(0, BK)
     sums = tl.zeros([BK, BL], tl.float32)
@@ -62,7 +62,8 @@ def filter_rows(
             w = tl.load(weight_ptr + offset, mask=there, other=0.0).to(tl.float32)
             away = tl.where(there, w - mean[:, None], 0.0)
             squares += tl.fma(away, away, 0.0)  # rounded before it is added, see `sum_of_products`
-        scale = tl.rsqrt(tl.sum(squares, 1) / length + eps)
+        total = tl.sum(squares, 1)
+        scale = tl.rsqrt(total + eps * length if SCALE else total / length + eps)
         tl.store(mean_ptr + k, mean, mask=k < rows)
         tl.store(scale_ptr + k, scale, mask=k < rows)
     for first in range(0, length, BL):
@@ -75,9 +76,9 @@ def filter_rows(
 @triton.jit(do_not_specialize=["R"])
 def filters_kernel(
     weights_ptr, addresses_ptr, filters_ptr, statistics_ptr, table_ptr, work_ptr, R, eps,
-    TYPE: tl.constexpr, GATHERED: tl.constexpr, STANDARDIZE: tl.constexpr, PDL: tl.constexpr,
+    TYPE: tl.constexpr, GATHERED: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Filters of all layers. If they are standardized, the mean and the scale of every row are kept."""
+    """Filters of all layers. If they are standardized or scaled, the mean and the scale of every row are kept."""
     await_previous(PDL)
     layer, block = tl.load(work_ptr + 2 * tl.program_id(0)), tl.load(work_ptr + 2 * tl.program_id(0) + 1)
     row = table_ptr + layer * COLUMNS
@@ -88,23 +89,23 @@ def filters_kernel(
     scale_ptr = mean_ptr + R
     if length <= SHORT:
         filter_rows(
-            weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 32, 64, STANDARDIZE
+            weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 32, 64, STANDARDIZE, SCALE
         )  # fmt: skip
     else:
         if length <= MIDDLE:
             filter_rows(
-                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 4, 512, STANDARDIZE
+                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 4, 512, STANDARDIZE, SCALE
             )  # fmt: skip
         else:
             filter_rows(
-                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 1, 2048, STANDARDIZE
+                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 1, 2048, STANDARDIZE, SCALE
             )  # fmt: skip
 
 
 @triton.jit
 def filter_rows_backward(
     grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length,
-    BK: tl.constexpr, BL: tl.constexpr, STANDARDIZE: tl.constexpr,
+    BK: tl.constexpr, BL: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     k = block * BK + tl.arange(0, BK)
     if STANDARDIZE:
@@ -120,7 +121,8 @@ def filter_rows_backward(
             w = tl.load(weight_ptr + offset, mask=there, other=0.0).to(tl.float32)
             products += tl.fma(grad, (w - mean) * scale, 0.0)
     average = (tl.sum(sums, 1) / length)[:, None]
-    slope = (tl.sum(products, 1) / length)[:, None]
+    total = tl.sum(products, 1)[:, None]
+    slope = total if SCALE else total / length
     for first in range(0, length, BL):
         offset, there = places(k, first, rows, length, BL)
         change = tl.load(grad_ptr + offset, mask=there, other=0.0).to(tl.float32) - average
@@ -134,7 +136,7 @@ def filter_rows_backward(
 def filters_backward_kernel(
     grads_ptr, grad_addresses_ptr, weights_ptr, addresses_ptr, changes_ptr, statistics_ptr, table_ptr, work_ptr, R,
     TYPE: tl.constexpr, GRADS_GATHERED: tl.constexpr, GATHERED: tl.constexpr, STANDARDIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the weights of all layers. A layer without a gradient has the address 0, and nothing is written."""
     await_previous(PDL)
@@ -154,16 +156,16 @@ def filters_backward_kernel(
     change_ptr = changes_ptr + start
     if length <= SHORT:
         filter_rows_backward(
-            grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 32, 64, STANDARDIZE
+            grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 32, 64, STANDARDIZE, SCALE
         )  # fmt: skip
     else:
         if length <= MIDDLE:
             filter_rows_backward(
-                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 4, 512, STANDARDIZE
+                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 4, 512, STANDARDIZE, SCALE
             )  # fmt: skip
         else:
             filter_rows_backward(
-                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 1, 2048, STANDARDIZE
+                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 1, 2048, STANDARDIZE, SCALE
             )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kalmannorm._ops.filters.definition import EPS
+from kalmannorm._ops.filters.definition import EPS, Computation
 from kalmannorm._ops.filters.triton_filters import filters_backward_kernel, filters_kernel, rows_at_once
 from kalmannorm._ops.triton_launching import ALIGNED, ready
 
@@ -138,13 +138,18 @@ def _source(
     return memory, None
 
 
-def forward(weights: Sequence[Tensor], layers: Layers, standardize: bool) -> tuple[list[Tensor], Tensor]:
+def _options(dtype: torch.dtype, computation: Computation, **gathered: bool) -> dict[str, Any]:
+    kind = {"STANDARDIZE": computation != "centred", "SCALE": computation == "scaled"}
+    return {"TYPE": TYPES[dtype], **gathered, **kind, "num_warps": 4}
+
+
+def forward(weights: Sequence[Tensor], layers: Layers, computation: Computation) -> tuple[list[Tensor], Tensor]:
     """The filters, and the mean and the scale of every row (2, rows)."""
     first = weights[0]
     gathered, addresses = _source(weights, layers, first.device, first.dtype)
     memory = torch.empty(layers.size, dtype=first.dtype, device=first.device)
     statistics = torch.empty((2, layers.rows), dtype=torch.float32, device=first.device)
-    options = {"TYPE": TYPES[first.dtype], "GATHERED": addresses is None, "STANDARDIZE": standardize, "num_warps": 4}
+    options = _options(first.dtype, computation, GATHERED=addresses is None)
     ready(filters_kernel, (layers.work.shape[0],), first.device, **options)(
         gathered, addresses, memory, statistics, layers.table, layers.work, layers.rows, EPS
     )
@@ -154,23 +159,18 @@ def forward(weights: Sequence[Tensor], layers: Layers, standardize: bool) -> tup
 def backward(
     grads: Sequence[Tensor | None],
     layers: Layers,
+    computation: Computation,
     weights: Sequence[Tensor] | None = None,
     statistics: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the weights, from those of the filters. `weights` and `statistics` of standardized filters."""
+    """Gradients of the weights, from those of the filters. Centred ones need nothing else."""
     first = next(grad for grad in grads if grad is not None)
     device, dtype = first.device, first.dtype
     fitting = [None if grad is None else _fitted(grad, each) for grad, each in zip(grads, layers.like, strict=True)]
     arrived, grad_addresses = _source(fitting, layers, device, dtype)
     gathered, addresses = (None, None) if weights is None else _source(weights, layers, device, dtype)
     memory = torch.empty(layers.size, dtype=dtype, device=device)
-    options = {
-        "TYPE": TYPES[dtype],
-        "GRADS_GATHERED": grad_addresses is None,
-        "GATHERED": addresses is None,
-        "STANDARDIZE": weights is not None,
-        "num_warps": 4,
-    }
+    options = _options(dtype, computation, GRADS_GATHERED=grad_addresses is None, GATHERED=addresses is None)
     ready(filters_backward_kernel, (layers.work.shape[0],), device, **options)(
         arrived, grad_addresses, gathered, addresses, memory, memory if statistics is None else statistics,
         layers.table, layers.work, layers.rows,
