@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kalmannorm
+from kalmannorm._norms.computed_weights import ComputedWeight
 from kalmannorm._ops.normalize import aten, native
 from kalmannorm._support.kept_tensors import kept_tensors
 from support import two_ranks
@@ -83,6 +84,9 @@ def small(x, sums=6, **options):
     return kalmannorm.fuse(model, x), fused(model, x)
 
 
+filters = pytest.mark.parametrize("options", [{}, {"weight_standardization": True}], ids=["plain", "computed"])
+
+
 def gradients(model, x, run=None):
     model.zero_grad()
     (model if run is None else run)(x).square().sum().backward()
@@ -98,6 +102,19 @@ def test_the_report_says_what_is_saved_where():
     assert "outputs of 13 of 14 norms computed again in the backward" in str(report).splitlines()
 
 
+@pytest.mark.parametrize("to", ["kalman", "ghost"])
+def test_computed_filters(to):
+    """Convolutions with standardized filters save the same inputs as plain ones."""
+    x = images()
+    ordinary = small(x, to=to)
+    plain, saving = small(x, to=to, weight_standardization=True)
+    assert isinstance(saving.blocks[0].conv2, ComputedWeight)
+    assert saving.fusion.saved == ordinary[1].fusion.saved and saving.fusion.kept == ordinary[1].fusion.kept
+    less = [kept_bytes(one, x) - kept_bytes(other, x) for one, other in (ordinary, (plain, saving))]
+    assert less[0] == less[1] > 0
+    assert_same(trained(saving, x, 2), trained(plain, x, 2), 0)
+
+
 def watch_again(monkeypatch, tell):
     """Call `tell` with every output that is computed again, in C or in PyTorch operations."""
     for module in (aten, native):
@@ -110,20 +127,22 @@ def watch_again(monkeypatch, tell):
         monkeypatch.setattr(module, "again", watched)
 
 
-def test_every_output_is_computed_once(monkeypatch):
+@filters
+def test_every_output_is_computed_once(monkeypatch, options):
     calls = []
     watch_again(monkeypatch, calls.append)
-    _, saving = small(images())
+    _, saving = small(images(), **options)
     calls.clear()
     gradients(saving, images())
     assert len(calls) == 13
 
 
+@filters
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("examples", [4, 5])
-def test_autocast(layout, examples):
+def test_autocast(layout, examples, options):
     x = torch.randn(examples, 3, 16, 16).to(memory_format=layout)
-    plain, saving = (model.to(memory_format=layout) for model in small(x))
+    plain, saving = (model.to(memory_format=layout) for model in small(x, **options))
     with torch.autocast("cpu", torch.bfloat16):
         assert kept_bytes(saving, x) < 0.8 * kept_bytes(plain, x)
         outputs = [model(x) for model in (saving, plain)]
@@ -133,11 +152,12 @@ def test_autocast(layout, examples):
     assert_same([p.grad for p in saving.parameters()], [p.grad for p in plain.parameters()], 0)
 
 
+@filters
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_activation_checkpoints(reentrant):
+def test_activation_checkpoints(reentrant, options):
     """Each block is one segment, so its input comes from another segment."""
     x = images()
-    plain, saving = small(x, 3)
+    plain, saving = small(x, 3, **options)
 
     def run(model):
         def forward(x):
@@ -156,9 +176,10 @@ def test_activation_checkpoints(reentrant):
     assert_same(*whole, 0)
 
 
-def test_twice_through_the_same_graph():
+@filters
+def test_twice_through_the_same_graph(options):
     x = images()
-    plain, saving = small(x)
+    plain, saving = small(x, **options)
     for model in (plain, saving):
         loss = model(x).square().sum()
         loss.backward(retain_graph=True)
@@ -166,10 +187,11 @@ def test_twice_through_the_same_graph():
     assert_same([p.grad for p in saving.parameters()], [p.grad for p in plain.parameters()], 0)
 
 
-def test_second_derivatives():
+@filters
+def test_second_derivatives(options):
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     results = []
-    for model in small(x, 2):
+    for model in small(x, 2, **options):
         weights = list(model.parameters())
         first = torch.autograd.grad(model(x).square().sum(), weights, create_graph=True)
         results.append(torch.autograd.grad(sum(g.square().sum() for g in first), weights))
@@ -178,9 +200,10 @@ def test_second_derivatives():
         assert (actual - expected).abs().max() < 1e-10 * largest  # some are noise around zero
 
 
-def test_only_some_parameters_learn():
+@filters
+def test_only_some_parameters_learn(options):
     x = images()
-    plain, saving = small(x)
+    plain, saving = small(x, **options)
     for model in (plain, saving):
         for name, p in model.named_parameters():
             p.requires_grad_(name.startswith(("blocks.3", "head")) or name.endswith("conv1.weight"))
@@ -191,21 +214,23 @@ def test_only_some_parameters_learn():
     assert_same(*results, 0)
 
 
+@filters
 @pytest.mark.parametrize("mode", ["population", "batch", "example"])
-def test_gradients_in_every_inference(mode):
+def test_gradients_in_every_inference(mode, options):
     x = images()
     results = []
-    for model in small(x, 2):
+    for model in small(x, 2, **options):
         model(x)
         kalmannorm.set_inference(model.eval(), mode)
         results.append(gradients(model, x))
     assert_same(*results, 0)
 
 
-def test_functional_gradients():
+@filters
+def test_functional_gradients(options):
     x = images()
     results = []
-    for model in small(x, 1):
+    for model in small(x, 1, **options):
         parameters = dict(model.named_parameters())
         kalmannorm.set_inference(model.eval(), "batch")
 

@@ -29,14 +29,15 @@ class Block(nn.Module):
         return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))) + x)
 
 
+@pytest.mark.parametrize("computed", [False, True], ids=["plain filters", "computed filters"])
 @pytest.mark.parametrize(("last", "to"), [(True, "kalman"), (False, "ghost")], ids=["NHWC", "NCHW, ghost"])
-def test_no_bit_changes(last, to):
+def test_no_bit_changes(last, to, computed):
     torch.manual_seed(0)
     x = torch.randn(3, 3, 6, 6, device=DEVICE)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     model = nn.Sequential(stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).to(DEVICE)
-    model = kalmannorm.convert(model, x, to=to, statistics_batch_size=2)
+    model = kalmannorm.convert(model, x, to=to, statistics_batch_size=2, weight_standardization=computed)
     results = []
     for fused in (kalmannorm.fuse(model, x), kalmannorm.fuse(model, x, save_memory=True)):
         fused(x).square().sum().backward()

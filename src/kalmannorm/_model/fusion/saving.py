@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from kalmannorm._model.fusion.agreement import differs, subject_of
 from kalmannorm._model.settings import norms
+from kalmannorm._norms.computed_weights import CLASSES, ComputedWeight
 from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.normalize.pooling import Window, fits_bytes, max_pool
 from kalmannorm._ops.normalize.readers import Convolution, Linear, MaxPool
@@ -89,14 +90,12 @@ say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _cast(layer: Any, y: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias as autocast would cast them. None if it would also cast y, which then is another tensor."""
-    weight, bias = layer.weight, layer.bias
     device = y.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        if y.dtype != dtype:
-            return None
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    return weight, bias
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if dtype is not None and y.dtype != dtype:
+        return None
+    weight, bias = layer.filter if isinstance(layer, ComputedWeight) else layer.weight, layer.bias
+    return (weight, bias) if dtype is None else (weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _convolve(layer: Any, y: Tensor, recipe: Recipe) -> Tensor | None:
@@ -139,6 +138,7 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.Conv3d: "convolution",
     nn.Linear: "linear layer",
     nn.MaxPool2d: "max pool",
+    **{kind: "convolution" for kinds in CLASSES.values() for kind in kinds},
 }
 
 
