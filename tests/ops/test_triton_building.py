@@ -24,8 +24,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kalmannorm import ClosingPhase, convert, fuse
+from kalmannorm._norms.computed_weights import CentredConv2d, ComputedWeight
 from kalmannorm._ops import dispatch, plain, triton_building, triton_launching
-from kalmannorm._ops.filters import triton_filters
+from kalmannorm._ops.filters import triton_filters, triton_together
 from kalmannorm._ops.filters.together import filters_of
 from kalmannorm._ops.normalize import (
     registered,
@@ -90,12 +91,13 @@ class Block(nn.Module):
         return (y + self.down(x)).relu()
 
 
-def net(fused=False, head=False, transition="weights"):
+def net(fused=False, head=False, transition="weights", **options):
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), Block()]
     if head:
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10), nn.BatchNorm1d(10)]
-    model = convert(nn.Sequential(*layers), torch.randn(2, 3, 16, 16), statistics_batch_size=2, transition=transition)
+    options = {"statistics_batch_size": 2, "transition": transition, **options}
+    model = convert(nn.Sequential(*layers), torch.randn(2, 3, 16, 16), **options)
     return fuse(model, torch.randn(2, 3, 16, 16)) if fused else model
 
 
@@ -151,6 +153,28 @@ def test_the_kernels_of_a_step_are_predicted(transition, settled, batch, size, l
     expected = named(predicted(model, model[0](x)))
     assert named(made(model, x, monkeypatch)) == expected
     assert len(expected) > 8
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+@pytest.mark.parametrize("learns", [True, False], ids=["learning", "frozen"])
+@pytest.mark.parametrize("kinds", [["scaled"], ["scaled", "centred"]], ids=str)
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+def test_the_kernels_of_computed_filters_are_predicted(transition, kinds, learns, monkeypatch):
+    model = net(transition=transition, weight_standardization=True)
+    if "centred" in kinds:
+        model[0].__class__ = CentredConv2d
+    for module in model.modules():
+        if isinstance(module, ComputedWeight):
+            module.weight.requires_grad_(learns)
+    use_kernels(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", lambda *_, **__: None)  # priors read filters
+        wanted = predicted(model, torch.randn(2, 24, 16, 16))
+    expected = named(wanted)
+    assert named(made(model, torch.randn(2, 3, 16, 16), monkeypatch)) == expected
+    names = list(expected.values())
+    assert names.count("filters_kernel") == len(kinds)
+    assert names.count("filters_backward_kernel") == len(kinds) * learns
 
 
 @contextmanager
@@ -223,6 +247,17 @@ def test_launches_find_what_was_built(monkeypatch, started):
     assert found == [True] * 4
     started.clear()
     assert missing(jobs_of(launches)) == [] and build(launches) == 0 and not started
+
+
+def test_launches_of_filters_find_what_was_built(monkeypatch, started):
+    """A type is among the constants of these kernels."""
+    device = torch.device("cpu")
+    step = triton_together.launches_of_step(torch.bfloat16, "scaled", device, gradients=True)
+    launches = [Wanted.of(*each) for each in step]
+    assert build(launches) == 2 and started
+    with listening(monkeypatch) as found:
+        launched(launches)
+    assert found == [True, True]
 
 
 def test_nothing_is_built_for_other_settings(monkeypatch):

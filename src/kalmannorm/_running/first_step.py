@@ -8,12 +8,19 @@ model has to run. Where this prediction is wrong, a kernel is built at its first
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from kalmannorm._ops.dispatch import learned_kernels_for, on_device_of, row_kernels_for, settled_row_kernels_for
+from kalmannorm._ops.dispatch import (
+    filters_for,
+    learned_kernels_for,
+    on_device_of,
+    row_kernels_for,
+    settled_row_kernels_for,
+)
+from kalmannorm._ops.filters.definition import Computation
 from kalmannorm._ops.propagate.rows import spread
 from kalmannorm._running.bundling import Call, Part
 from kalmannorm._running.layouts import Layout
@@ -59,6 +66,8 @@ def launches_of_step(
         found += _of_bundle(part, context)
     for part in bundles.parts:
         found += _of_norms(part, shapes, fused, x, context, bundles.learned)
+    if model is not None:
+        found += _of_filters(model, x.device)
     return found
 
 
@@ -84,6 +93,24 @@ def fused_norms(model: nn.Module | None) -> dict[int, tuple[bool, bool]]:
     if model is None or report is None:
         return {}
     return {id(model.get_submodule(name)): ("sum" in kind, "ReLU" in kind) for name, kind in report.fused.items()}
+
+
+def _of_filters(model: nn.Module, device: torch.device) -> Iterator[Wanted]:
+    """The launches for computed filters. Mostly the forward has made its own before the first norm."""
+    from kalmannorm._ops.triton_building import Wanted
+
+    learning: dict[Any, bool] = {}
+    for module in model.modules():
+        computation, weight = getattr(type(module), "computation", None), module._parameters.get("weight")
+        if computation in get_args(Computation) and weight is not None and weight.device == device:
+            key = weight.dtype, computation
+            if key in learning or filters_for(weight) is not None:
+                learning[key] = learning.get(key, False) or weight.requires_grad
+    for (dtype, computation), gradients in learning.items():
+        from kalmannorm._ops.filters import triton_together
+
+        for launch, given in triton_together.launches_of_step(dtype, computation, device, gradients=gradients):
+            yield Wanted.of(launch, given)
 
 
 def _of_bundle(part: Part, context: Context) -> Iterator[Wanted]:

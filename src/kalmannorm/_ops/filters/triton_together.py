@@ -7,7 +7,7 @@ nothing may be uploaded. Tensors with unknown addresses are then copied into one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kalmannorm._ops.filters.definition import EPS, Computation
 from kalmannorm._ops.filters.triton_filters import filters_backward_kernel, filters_kernel, rows_at_once
-from kalmannorm._ops.triton_launching import ALIGNED, ready
+from kalmannorm._ops.triton_launching import ALIGNED, Ready, ready
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 KEPT = 64
@@ -177,6 +177,27 @@ def backward(
     )  # fmt: skip
     made = _divided(memory, layers)
     return [None if grad is None else change for grad, change in zip(grads, made, strict=True)]
+
+
+def launches_of_step(
+    dtype: torch.dtype, computation: Computation, device: torch.device, *, gradients: bool
+) -> Iterator[tuple[Ready, tuple[Any, ...]]]:
+    """The launches of a forward, and of its backward if there are `gradients`, on tensors without memory.
+
+    Their kernels are those of any layers with weights of this dtype, outside of the capture of a CUDA graph.
+    """
+
+    def like(dtype: torch.dtype) -> Tensor:
+        return torch.empty(1, dtype=dtype, device="meta")
+
+    memory, statistics, addresses, work = map(like, (dtype, torch.float32, torch.int64, torch.int32))
+    table, centred = addresses, computation == "centred"
+    options = _options(dtype, computation, GATHERED=False)
+    yield ready(filters_kernel, (1,), device, **options), (None, addresses, memory, statistics, table, work, 1, EPS)
+    if gradients:
+        options = _options(dtype, computation, GRADS_GATHERED=False, GATHERED=centred)
+        known = (None, None, memory, memory) if centred else (None, addresses, memory, statistics)
+        yield ready(filters_backward_kernel, (1,), device, **options), (None, addresses, *known, table, work, 1)
 
 
 def _fitted(grad: Tensor, like: tuple[torch.Size, tuple[int, ...]]) -> Tensor:
