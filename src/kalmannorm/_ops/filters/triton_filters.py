@@ -73,35 +73,6 @@ def filter_rows(
         tl.store(filter_ptr + offset, made.to(filter_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["R"])
-def filters_kernel(
-    weights_ptr, addresses_ptr, filters_ptr, statistics_ptr, table_ptr, work_ptr, R, eps,
-    TYPE: tl.constexpr, GATHERED: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Filters of all layers. If they are standardized or scaled, the mean and the scale of every row are kept."""
-    await_previous(PDL)
-    layer, block = tl.load(work_ptr + 2 * tl.program_id(0)), tl.load(work_ptr + 2 * tl.program_id(0) + 1)
-    row = table_ptr + layer * COLUMNS
-    start, rows, length = tl.load(row + START), tl.load(row + ROWS).to(tl.int32), tl.load(row + LENGTH).to(tl.int32)
-    weight_ptr = layer_at(weights_ptr, addresses_ptr, layer, start, TYPE, GATHERED)
-    filter_ptr = filters_ptr + start
-    mean_ptr = statistics_ptr + tl.load(row + STATISTICS)
-    scale_ptr = mean_ptr + R
-    if length <= SHORT:
-        filter_rows(
-            weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 32, 64, STANDARDIZE, SCALE
-        )  # fmt: skip
-    else:
-        if length <= MIDDLE:
-            filter_rows(
-                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 4, 512, STANDARDIZE, SCALE
-            )  # fmt: skip
-        else:
-            filter_rows(
-                weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, 1, 2048, STANDARDIZE, SCALE
-            )  # fmt: skip
-
-
 @triton.jit
 def filter_rows_backward(
     grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length,
@@ -132,6 +103,64 @@ def filter_rows_backward(
         tl.store(change_ptr + offset, change.to(change_ptr.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def tile_of_rows(
+    grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
+    BACKWARD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    if BACKWARD:
+        filter_rows_backward(
+            grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, BK, BL, STANDARDIZE, SCALE
+        )  # fmt: skip
+    else:
+        filter_rows(
+            weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps, BK, BL, STANDARDIZE, SCALE
+        )  # fmt: skip
+
+
+@triton.jit
+def block_of_rows(
+    grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
+    BACKWARD: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """With the tile for rows of this length. The forward reads no gradient, and the backward no eps."""
+    if length <= SHORT:
+        tile_of_rows(
+            grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
+            BACKWARD, 32, 64, STANDARDIZE, SCALE,
+        )  # fmt: skip
+    else:
+        if length <= MIDDLE:
+            tile_of_rows(
+                grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
+                BACKWARD, 4, 512, STANDARDIZE, SCALE,
+            )  # fmt: skip
+        else:
+            tile_of_rows(
+                grad_ptr, weight_ptr, result_ptr, mean_ptr, scale_ptr, block, rows, length, eps,
+                BACKWARD, 1, 2048, STANDARDIZE, SCALE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["R"])
+def filters_kernel(
+    weights_ptr, addresses_ptr, filters_ptr, statistics_ptr, table_ptr, work_ptr, R, eps,
+    TYPE: tl.constexpr, GATHERED: tl.constexpr, STANDARDIZE: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Filters of all layers. If they are standardized or scaled, the mean and the scale of every row are kept."""
+    await_previous(PDL)
+    layer, block = tl.load(work_ptr + 2 * tl.program_id(0)), tl.load(work_ptr + 2 * tl.program_id(0) + 1)
+    row = table_ptr + layer * COLUMNS
+    start, rows, length = tl.load(row + START), tl.load(row + ROWS).to(tl.int32), tl.load(row + LENGTH).to(tl.int32)
+    weight_ptr = layer_at(weights_ptr, addresses_ptr, layer, start, TYPE, GATHERED)
+    filter_ptr = filters_ptr + start
+    mean_ptr = statistics_ptr + tl.load(row + STATISTICS)
+    scale_ptr = mean_ptr + R
+    block_of_rows(
+        weight_ptr, weight_ptr, filter_ptr, mean_ptr, scale_ptr, block, rows, length, eps, False, STANDARDIZE, SCALE
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["R"])
 def filters_backward_kernel(
     grads_ptr, grad_addresses_ptr, weights_ptr, addresses_ptr, changes_ptr, statistics_ptr, table_ptr, work_ptr, R,
@@ -154,19 +183,9 @@ def filters_backward_kernel(
         mean_ptr = statistics_ptr + tl.load(row + STATISTICS)
         scale_ptr = mean_ptr + R
     change_ptr = changes_ptr + start
-    if length <= SHORT:
-        filter_rows_backward(
-            grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 32, 64, STANDARDIZE, SCALE
-        )  # fmt: skip
-    else:
-        if length <= MIDDLE:
-            filter_rows_backward(
-                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 4, 512, STANDARDIZE, SCALE
-            )  # fmt: skip
-        else:
-            filter_rows_backward(
-                grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 1, 2048, STANDARDIZE, SCALE
-            )  # fmt: skip
+    block_of_rows(
+        grad_ptr, weight_ptr, change_ptr, mean_ptr, scale_ptr, block, rows, length, 0.0, True, STANDARDIZE, SCALE
+    )  # fmt: skip
 
 
 settle_keys(globals())
