@@ -116,6 +116,8 @@ def when() -> str:
         for net in ("digits-net", "small-resnet-20")
         for m in (2, 1)
     }
+    at_32 = lab.transferred("batch norm", 32)
+    other = lab.present_on_other_data(at_32)
     rows = [
         [
             "128",
@@ -195,6 +197,18 @@ def when() -> str:
                 all(abs(each.points) <= (each.half or 0) for each in tuned.values()),
             ),
             "batch norm on groups, with a closing phase and `present=0.5`",
+        ],
+        [
+            "2, 1",
+            "fine-tuning of a ResNet-20 on other classes of CIFAR-10, test",
+            said(
+                f"closing phase, `present=0.5`, against batch norm at 32: BKN {other['BKN', 2].shown()} and "
+                f"{other['BKN', 1].shown()} points, groups {other['groups', 2].shown()} and "
+                f"{other['groups', 1].shown()} points, {len(at_32)} seeds",
+                other["groups", 1].below,
+                not other["BKN", 1].below,
+            ),
+            "calibrated BKN, with a closing phase and `present=0.5`",
         ],
         [
             "2",
