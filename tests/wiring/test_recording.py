@@ -7,12 +7,14 @@ import gc
 import io
 import sys
 from collections import UserDict
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import convert, wiring
 from support.listening import given
@@ -383,3 +385,56 @@ def test_a_stopped_gradient_stays_stopped(how, transition):
         stopped = name.startswith(("conv1", "bn1"))
         assert (parameter.grad is None or not parameter.grad.any()) == stopped, name
     assert all(p.requires_grad for p in model.parameters())
+
+
+class Checkpointed(nn.Module):
+    """Three norms. The second is in an activation checkpoint, or in two, one inside the other."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.how = how
+
+    def forward(self, x):
+        y = self.stem(x)
+        run = partial(checkpoint, use_reentrant=True)
+        if self.how == "reentrant":
+            y = run(self.block, y)
+        elif self.how == "nested":
+            y = run(run, self.block, y)
+        elif self.how == "stopped":
+            with torch.no_grad():
+                y = run(self.block, y)
+        else:
+            y = self.block(y)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+@pytest.mark.parametrize("how", ["reentrant", "nested"])
+def test_a_reentrant_checkpoint_is_seen_through(how, transition):
+    """Its forward runs without gradients. The priors still have theirs, as if there were no checkpoint."""
+    x, original = example().double(), Checkpointed(how).double()
+    model = convert(original, x, transition=transition, statistics_batch_size=2)
+    original.how = "plain"
+    plain = convert(original, x, transition=transition, statistics_batch_size=2)
+    assert str(wiring(model)) == str(wiring(plain))
+    steps = [[type(step) for step in each.head[1].wire.relay.program.steps] for each in (model, plain)]
+    assert steps[0] == steps[1]
+    if transition == "weights":  # posteriors cannot bring a gradient out of a re-entrant segment, and a warning says so
+        for each in (model, plain):
+            each(x).square().sum().backward()
+        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, msg=lambda m, n=name: f"{n}: {m}")
+        assert model.stem[1].weight.grad.any()
+
+
+def test_a_checkpoint_under_no_grad_stays_stopped():
+    x = example()
+    model = convert(Checkpointed("stopped"), x, statistics_batch_size=2)
+    report = row(model, "head.1")
+    assert report.wired and report.sources == []
+    model(x).square().sum().backward()
+    assert model.block[1].weight.grad is None

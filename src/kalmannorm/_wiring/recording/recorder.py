@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
 from kalmannorm._wiring.recording.aliases import Aliases, same_place, storage, version
 from kalmannorm._wiring.recording.records import (
@@ -305,12 +306,18 @@ class Recorder(TorchFunctionMode):
 
         The forward of a custom autograd function does not show its gradient, so all its inputs count as sources. The
         inside of a scripted function cannot be recorded.
+
+        A re-entrant activation checkpoint is no operation. Its forward runs without gradients, but the gradients of its
+        segment exist, because its backward runs the segment again. So the segment is run as if it were outside.
         """
         original, script = torch.autograd.Function.__dict__["apply"], torch.jit.ScriptFunction.__call__
         thread, recorder = threading.get_ident(), self
 
+        def unseen() -> bool:
+            return recorder.paused or threading.get_ident() != thread
+
         def opaque(name: str, function: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.paused or threading.get_ident() != thread:
+            if unseen():
                 return function(first, *args, **kwargs)
             with recorder.pause():
                 given = [(t, recorder.value_of(t), version(t)) for t in tensors_in(args, kwargs)]
@@ -328,6 +335,9 @@ class Recorder(TorchFunctionMode):
             return out
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction and not unseen():
+                segment, _preserves_random_state, *given = args
+                return segment(*given)
             return opaque(cls.__name__, original.__func__, cls, *args, **kwargs)
 
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
