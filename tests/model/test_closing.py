@@ -28,6 +28,7 @@ from kalmannorm import (
 )
 from support import two_ranks
 from support.closing_definition import at, by_definition
+from support.wide import narrow
 
 F64 = torch.float64
 
@@ -282,6 +283,53 @@ def test_a_recomputed_forward_sees_what_its_first_one_saw():
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
     for mine, theirs in zip(norms_of(model), norms_of(other), strict=True):
         torch.testing.assert_close(mine.closing.probe.grad, theirs.closing.probe.grad)
+
+
+def in_one_segment(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def in_two_segments(model, x):
+    y = checkpoint(model[:3], x, use_reentrant=False)
+    return model[6:](checkpoint(model[3:6], y, use_reentrant=False))
+
+
+def in_a_segment_of_a_segment(model, x):
+    return checkpoint(in_two_segments, model, x, use_reentrant=False)
+
+
+def in_a_reentrant_segment(model, x):
+    return checkpoint(model, x.clone().requires_grad_(), use_reentrant=True)
+
+
+SEGMENTS = [in_one_segment, in_two_segments, in_a_segment_of_a_segment, in_a_reentrant_segment]
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3], ids=["begins", "rises from 0", "rises to 1", "has risen"])
+@pytest.mark.parametrize("fades", [False, True], ids=["kept prior", "fading prior"])
+@pytest.mark.parametrize("options", narrow([{}, {"to": "ghost"}, {"transition": "learned"}], kept=[{}]), ids=str)
+@pytest.mark.parametrize("run", narrow(SEGMENTS, kept=SEGMENTS[:2]), ids=lambda function: function.__name__)
+def test_a_step_before_the_backward_changes_no_recomputation(run, options, fades, done):
+    """The recomputation has the strength of its forward, and whether the norm was in the phase, settled or faded."""
+    results = []
+    for how in (nn.Module.__call__, run):
+        model, (x, target) = converted(**options), images(0)
+        if options.get("transition") == "learned":
+            nn.init.normal_(model[4].transition.matrix, generator=torch.Generator().manual_seed(0))
+        for norm in norms_of(model):
+            at(0.0, norm)
+        averages = [norm.closing.averages.clone() for norm in norms_of(model)]
+        phase = ClosingPhase(model, 4, start=0.25, end=0.75, fade_prior=fades)
+        phase.load_state_dict({"done": done})
+        for norm, average in zip(norms_of(model), averages, strict=True):
+            if norm.closes:
+                norm.closing.averages.copy_(average)
+        phase._checked = True  # it need not tell that no backward ran
+        loss = nn.functional.cross_entropy(how(model, x), target)
+        phase.step()
+        loss.backward()
+        results.append([p.grad for p in model.parameters()] + [norm.closing.probe.grad for norm in norms_of(model)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-9)  # gains are float32
 
 
 @pytest.mark.parametrize("stop", [1, 5, 9])

@@ -33,7 +33,7 @@ from kalmannorm._ops.dispatch import transformed
 from kalmannorm._ops.expect.virtual_group import among_average, expected_of_example
 from kalmannorm._ops.normalize import exportable
 from kalmannorm._ops.snapshot import snapshot
-from kalmannorm._support.activation_checkpoints import first_seen, recompute_id, region
+from kalmannorm._support.activation_checkpoints import first_seen, noted, recompute_id, region
 from kalmannorm._support.checks import check_enough_values, check_input, check_number, positive_int
 from kalmannorm._support.tracing import jit_traces
 from kalmannorm.functional import normalize, observe
@@ -355,7 +355,7 @@ class GroupedNorm(TrackedNorm):
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, rank_group: RankGroup
     ) -> tuple[Tensor, Moments]:
         size = self.statistics_batch_size
-        apply = self._apply_corrected if self.closes else self._apply_posterior
+        apply = self._apply_corrected if self._is_closing() else self._apply_posterior
         y, posterior, joint = normalize_jointly(
             x, prior, gain, apply, statistics_batch_size=size, rank_group=rank_group
         )
@@ -373,7 +373,7 @@ class GroupedNorm(TrackedNorm):
         # A prior may carry the same γ and β. Using them adds up both of their gradients in one place.
         weight, bias = getattr(prior, "affine", (None, None))
         weight, bias = self.weight if weight is None else weight, self.bias if bias is None else bias
-        if self.closes:
+        if self._is_closing():
             return self._normalize_closing(x, prior, gain, (weight, bias), residual, relu)
         return normalize(
             x, prior, gain, weight, bias, statistics_batch_size=self.statistics_batch_size, eps=self.eps,
@@ -388,6 +388,10 @@ class GroupedNorm(TrackedNorm):
         """Normalize with a posterior that was computed elsewhere."""
         size = self.statistics_batch_size
         return normalize_with(x, posterior, *self._affine(observation), statistics_batch_size=size, eps=self.eps)
+
+    def _is_closing(self) -> bool:
+        """Whether this forward is one of a closing phase. A recomputation is one if its first forward was."""
+        return self.closes and (not recomputing() or noted(self))
 
     def _normalize_closing(
         self,

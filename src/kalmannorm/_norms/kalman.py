@@ -22,9 +22,10 @@ from torch.fx import Proxy
 from kalmannorm._filter import GAIN_MARGIN, gain_of
 from kalmannorm._norms.compiled import name_with_settings, normalize_compiled
 from kalmannorm._norms.distributed import ProcessGroupChoice
-from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting, has_steps_of
+from kalmannorm._norms.grouped import GroupedNorm, Inference, exporting, has_steps_of, recomputing
 from kalmannorm._norms.transition import TRANSITIONS, LearnedTransition, give_dimension
 from kalmannorm._ops.normalize import exportable
+from kalmannorm._support.activation_checkpoints import first_seen, noted
 from kalmannorm._support.checks import check_previous, open_unit_interval, positive_int
 from kalmannorm._support.compiling import name_of_norm
 from kalmannorm._support.tracing import jit_traces, leaf
@@ -421,17 +422,36 @@ class BatchKalmanNorm(GroupedNorm):
 
     def _needs_prior(self) -> bool:
         """Whether this forward needs a prior."""
-        if self.prior_features is None or self.runs_faded():
+        if self.prior_features is None:
             return False
-        return (self.training and not self.frozen) or self.inference != "population" or self.running_mean is None
+        if (not self.training or self.frozen) and self.inference == "population" and self.running_mean is not None:
+            return False
+        return self._fading("_needs_prior") != ()
+
+    def _fading(self, reader: str) -> tuple[Tensor, ...] | None:
+        """How the prior fades in this forward: (λ,), () if it has faded, None if it does not fade.
+
+        A recomputation fades it as its first forward did. `reader` is the method that asks. It asks once per forward.
+        """
+        if self.prior_features is None or not self.closes or not self.closing.fades:
+            return None
+        if recomputing() and not noted((self, reader)):
+            return None
+        return first_seen((self, reader), self._strength_of_fading)
+
+    def _strength_of_fading(self) -> tuple[Tensor, ...]:
+        return () if self.closing.settled else (self.closing.strength,)
 
     def _predict(self, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:
-        if previous is None or self.runs_faded():
+        fading = self._fading("_predict")
+        if fading == ():
+            return None, None
+        if previous is None:
             self._warn_without_previous()
             return None, None
         prior, gain = self._prior_and_gain(previous, rows)
-        if gain is not None and self.closes and self.closing.fades:
-            gain = gain + (1 - gain) * self.closing.strength.clamp(max=MOST_FADED)
+        if gain is not None and fading:
+            gain = gain + (1 - gain) * fading[0].clamp(max=MOST_FADED)
         return prior, gain
 
     def _prior_and_gain(self, previous: Moments, rows: int) -> tuple[Moments, Tensor | None]:
@@ -449,8 +469,6 @@ class BatchKalmanNorm(GroupedNorm):
     def _warn_without_previous(self) -> None:
         """Warn once. Without the warning, a forgotten `previous` would look like a filter that never learns."""
         if self.prior_features is None or self._missed_previous or torch.compiler.is_compiling():
-            return
-        if self.runs_faded():
             return
         if self.wire is not None and not self.wire.expects:
             return

@@ -148,7 +148,7 @@ class Relay:
             state.memo, state.whole, state.part = {}, whole, part
             state.home = active[0].key if active else None
             if not active and recompute_id() == -1 and not compiled and not torch.compiler.is_compiling():
-                given = self._bundles_of_part(), state.memo, self._model()
+                given = self._bundles_of_part(self._has_faded()), state.memo, self._model()
                 state.short = LearnedForward(*given, self) if self.learned else ShortForward(*given)
         state.depth += 1
 
@@ -339,7 +339,8 @@ class Relay:
             return None
         if call not in results.rows:
             with unseen():
-                self._bundles_of_part().fill(call, target, context, results)
+                # With priors: this recomputation may be of a forward before they had faded.
+                self._bundles_of_part(faded=False).fill(call, target, context, results)
         return results.rows.get(call)
 
     def constant_priors(self, like: Tensor) -> Callable[[int, int], Moments]:
@@ -421,11 +422,10 @@ class Relay:
         """The model that runs, or of which a part runs."""
         return self.model
 
-    def _bundles_of_part(self) -> PriorBundles:
-        """The bundles of the running model, or of the part that runs."""
+    def _bundles_of_part(self, faded: bool) -> PriorBundles:
+        """The bundles of the running model, or of the part that runs. `faded`: without priors."""
         part = self.state.part
         assert part is not None
-        faded = self._has_faded()
         known = self.bundles_without_priors if faded else self.bundles
         if part not in known:
             inside = None if self.state.whole else part

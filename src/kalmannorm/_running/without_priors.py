@@ -28,7 +28,7 @@ class RelayWithoutPriors(Relay):
     def __init__(self) -> None:
         super().__init__(Plan(Program(), {}, "weights"))
 
-    def _bundles_of_part(self) -> PriorBundles:
+    def _bundles_of_part(self, faded: bool) -> PriorBundles:
         part = self.state.part
         assert part is not None
         if part not in self.bundles:

@@ -135,6 +135,16 @@ def _first_seen(owner: object, read: Callable[[], tuple[Tensor, ...]], running: 
     return seen.readings[seen.again - 1] if seen.again <= len(seen.readings) else read()
 
 
+def noted(owner: object) -> bool:
+    """Whether this forward may call `first_seen`. False in a recomputation, if its first forward did not call it."""
+    for segment in segments():
+        if segment.recomputed:
+            seen: _Seen = getattr(segment.key, "_kalmannorm_seen", {}).get(owner, _Seen())
+            again = seen.again if seen.recomputation == recompute_id() else 0
+            return again < len(seen.readings)
+    return True
+
+
 def _of_hooks(hooks: Any) -> Segment | None:
     """The segment of saved-tensor hooks. They hold its frame directly in the first forward, and by a weak reference
     in the recomputation."""
