@@ -579,11 +579,34 @@ def test_recalibration_of_a_settled_model(options):
     assert all(norm.statistics_batch_size == 2 and norm.closes for norm in norms_of(model))
 
 
-def test_example_inference_after_the_phase_warns():
+@pytest.mark.parametrize("mode", ["example", "batch"])
+def test_other_inference_after_the_phase_warns(mode):
     model = converted()
     settled(model)
     with pytest.warns(UserWarning, match="closing phase.*use 'population'"):
-        set_inference(model, "example")
+        set_inference(model, mode)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("options", [{}, {"to": "ghost"}, {"fade_prior": True}], ids=str)
+@pytest.mark.parametrize("mode", ["batch", "example"])
+@pytest.mark.filterwarnings("ignore:set_inference")
+def test_inference_normalizes_with_posteriors(mode, options, strength):
+    """Eager mode, an exported program and, if no prior fades, the model without the phase give the same."""
+    fades = options.get("fade_prior", False)
+    model, (x, _) = converted(**{name: value for name, value in options.items() if name == "to"}), images(0)
+    phase = ClosingPhase(model, 8, start=0, end=0, top=strength, fade_prior=fades)
+    train(model, phase, range(3))
+    set_inference(model.eval(), mode)
+    before, y = state(model), model(x)
+    program = torch.export.export(model, (x,), strict=False)
+    torch.testing.assert_close(program.module()(x), y, rtol=1e-9, atol=1e-9)
+    y.sum().backward()
+    assert not any(norm.closing.probe.grad.any() for norm in norms_of(model))
+    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
+    if not fades:
+        phase.remove()
+        torch.testing.assert_close(model(x), y)
 
 
 def test_a_checkpoint_tells_that_priors_have_faded():

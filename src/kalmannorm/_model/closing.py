@@ -56,7 +56,7 @@ class ClosingPhase:
     batch, divided by the number of micro-batches as usual. A step with NaN or Inf gradients changes no average.
 
     State dicts of the model contain the state of its norms. The phase has a state dict of its own, the number of steps.
-    After the phase `example` inference is no longer what was trained: use `population`.
+    After the phase `example` and `batch` inference are no longer what was trained: use `population`.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def set_inference(model: nn.Module, mode: Inference, *, statistics_batch_size: S
     for name, norm in found:
         norm.set_inference(mode, statistics_batch_size=sizes[name])
     settled = [name for name, norm in found if norm.closes and norm.closing.settled]
-    if mode == "example" and settled:
+    if mode != "population" and settled:
         warnings.warn(
             f"set_inference: {len(settled)} norms are at the end of a closing phase, which trained them for their "
             f"running statistics; use 'population': {named(settled)}",

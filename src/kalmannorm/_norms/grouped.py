@@ -390,8 +390,9 @@ class GroupedNorm(TrackedNorm):
         return normalize_with(x, posterior, *self._affine(observation), statistics_batch_size=size, eps=self.eps)
 
     def _is_closing(self) -> bool:
-        """Whether this forward is one of a closing phase. A recomputation is one if its first forward was."""
-        return self.closes and (not recomputing() or noted(self))
+        """Whether this forward is one of a closing phase. Inference is none. A recomputation is one if its first
+        forward was."""
+        return self.closes and self.training and not self.frozen and (not recomputing() or noted(self))
 
     def _normalize_closing(
         self,
