@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
 import kalmannorm
+from support.converted_net import NON_LEAF
+from support.wide import narrow
 
 
 def block(channels, out):
@@ -45,6 +49,86 @@ def test_prune_convert_train_remove(transition):
     train(model)
     model.eval()
     torch.testing.assert_close(kalmannorm.fold(model, x)(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def hooked(model, how):
+    """Let a hook of torch compute weights of a converted model: of two convolutions, and of a norm."""
+    for part in model:
+        if how == "prune":
+            prune.l1_unstructured(part[0], "weight", 0.5)
+        elif how == "prune twice":
+            prune.l1_unstructured(part[0], "weight", 0.3)
+            prune.random_structured(part[0], "weight", 1, dim=0)
+        elif how == "prune a norm":
+            prune.l1_unstructured(part[1], "weight", 0.5)
+        elif how == "weight norm":
+            nn.utils.weight_norm(part[0])
+
+
+HOW = ["prune", "prune twice", "prune a norm", "weight norm"]
+CASES = [*HOW, *[f"{how}, compiled" for how in HOW]]
+
+
+@NON_LEAF
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("case", narrow(CASES, kept=CASES[:5]))
+def test_convert_prune_train(case):
+    """Priors read the weights of this step, as after `rewire`. The attribute is still that of the last one."""
+    how, _, compiled = case.partition(", ")
+    torch.manual_seed(0)
+    model = nn.Sequential(block(3, 4), block(4, 4), block(4, 4)).double()
+    model = kalmannorm.convert(model, image().double(), statistics_batch_size=2)
+    results = []
+    for rewired in (False, True):
+        twin = copy.deepcopy(model)
+        torch.manual_seed(1)
+        hooked(twin, how)
+        if rewired:
+            kalmannorm.rewire(twin, image().double())
+        torch.manual_seed(2)
+        run = torch.compile(twin, backend="aot_eager") if compiled else twin
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(run(image().double()).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        results.append([losses, [p.grad for p in twin.parameters()], list(twin.buffers())])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_convert_prune_remove_and_copy():
+    model = kalmannorm.convert(nn.Sequential(block(3, 4), block(4, 4)), image(), statistics_batch_size=2)
+    for part in model:
+        prune.l1_unstructured(part[0], "weight", 0.5)
+    train(model)
+    x = image()
+    kalmannorm.set_inference(model.eval(), "batch")
+    with torch.no_grad():
+        y = model(x)
+        torch.testing.assert_close(copy.deepcopy(model)(x), y)  # torch copies no weight that has a graph
+    other = kalmannorm.convert(nn.Sequential(block(3, 4), block(4, 4)), image(), statistics_batch_size=2)
+    for part in other:
+        prune.identity(part[0], "weight")
+    other.load_state_dict(model.state_dict())
+    kalmannorm.set_inference(other.eval(), "batch")
+    torch.testing.assert_close(other(x), y)
+    kalmannorm.set_inference(model, "population")
+    with pytest.raises(ValueError, match=r"the weights of 2 layers are computed.*prune\.remove"):
+        kalmannorm.fold(model, x)
+    prune.remove(model[0][0], "weight")
+    folded = kalmannorm.fold(model, x)  # the other norm stays
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in folded.modules()) == 1
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-5)
+    prune.remove(model[1][0], "weight")
+    kalmannorm.set_inference(model, "batch")
+    torch.testing.assert_close(model(x), y)
+    kalmannorm.set_inference(model, "population")
+    folded = kalmannorm.fold(model, x)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-4, atol=1e-5)
+    train(model.train())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")

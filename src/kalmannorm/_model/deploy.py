@@ -62,9 +62,15 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
     pairs = _undisturbed(model, found, layers)
     pairs = {name: layer for name, layer in pairs.items() if _folds(*found[name], layer)}
     if not pairs:
+        kinds = (_ConvNd, nn.Linear)
+        computed = [m for m in model.modules() if isinstance(m, kinds) and m._parameters.get("weight") is None]
+        plain = (
+            f" with a plain weight; the weights of {len(computed)} layers are computed (pruned, parametrized), and can "
+            "be made plain, for example by torch.nn.utils.prune.remove(layer, 'weight')"
+        )
         raise ValueError(
             f"fold: none of the {len(found)} norms of {type(model).__name__} alone reads the output of a convolution "
-            "or linear layer; kalmannorm.to_batchnorm(model) also returns a plain model"
+            f"or linear layer{plain if computed else ''}; kalmannorm.to_batchnorm(model) also returns a plain model"
         )
     affine = {name: scale_and_shift(found[name][0]) for name in pairs}  # BatchNorms in half precision would round them
     if any(isinstance(norm, GroupedNorm) for norm, _ in found.values()):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 def _nothing() -> None:
@@ -43,6 +45,20 @@ def _of_removed(module: nn.Module, name: str) -> Any:
     )
 
 
+def _computed(module: nn.Module, name: str) -> Any:
+    """A tensor that was a parameter or buffer at conversion, and is none any more.
+
+    If a hook of torch computes it before each forward of the module, as pruning does, it is computed again here. The
+    attribute is that of the module's last forward, which may be one of an earlier step.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == name:
+            return hook.apply_mask(module)  # type: ignore[no-untyped-call]
+        if isinstance(hook, WeightNorm) and hook.name == name:
+            return hook.compute_weight(module)
+    return getattr(module, name) if hasattr(module, name) else _of_removed(module, name)
+
+
 class WeakModule:
     """A module that is kept alive elsewhere, and its tensors by name."""
 
@@ -69,7 +85,8 @@ class WeakModule:
         """An attribute of the module. If the module was deleted, only its parameters and buffers are available."""
         module = self.module()
         if module is not None:
-            tensor = getattr(module, name) if hasattr(module, name) else _of_removed(module, name)
+            stored = name in module._parameters or name in module._buffers
+            tensor = getattr(module, name) if stored else _computed(module, name)
             check_gathered(tensor, name)
             return tensor
         for held in self._tensors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from types import MethodDescriptorType
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from kalmannorm._wiring.weak_modules import WeakModule
 def get_attribute(tensor: Tensor, name: str) -> Any:
     """`w.T` as a function that can be copied and pickled. The getters of torch cannot."""
     return getattr(tensor, name)
+
+
+def call_method(name: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`w.to(…)` as a function that dynamo can trace. It cannot trace an unbound method that a step holds."""
+    return getattr(tensor, name)(*args, **kwargs)
 
 
 def _again(op: Op) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
@@ -88,6 +94,8 @@ class Statics:
         except LookupError:
             return None
         output = op.outputs.index(value.index) if len(op.outputs) > 1 else None
+        if isinstance(func, MethodDescriptorType):
+            func, args = call_method, (func.__name__, *args)
         return self.program.add(Replay(tuple(inputs), func, args, kwargs, output))
 
     def _of(self, value: Value, func: Any) -> int | None:
