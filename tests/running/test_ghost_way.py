@@ -80,6 +80,20 @@ def test_copies(copied, monkeypatch):
             model.train()
 
 
+def test_a_shallow_copy_in_the_same_model_is_a_norm_of_its_own(monkeypatch):
+    """Code that takes modules apart makes shallow copies, and gives them other parameters."""
+    model, x = small()
+    norm, other = model.norm0, copy.copy(model.norm0)
+    assert type(other) is type(norm) and other.weight is norm.weight and norm.wire is not None
+    other._parameters, other._buffers = dict(norm._parameters), {n: b.clone() for n, b in norm._buffers.items()}
+    other.weight = nn.Parameter(torch.full_like(norm.weight, 3))
+    model.norm1 = other
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == 2  # not the copy
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
 def test_a_copy_of_a_part_has_nothing_of_the_rest():
     model = net("ghost")
     model(image())

@@ -48,6 +48,14 @@ class GhostBatchNorm(GroupedNorm):
             self.wire.begin()
         return self._finish(self._forward(x, None, residual, relu)[0], residual is not None or relu)
 
+    def __copy__(self) -> GhostBatchNorm:
+        """A shallow copy shares tensors, as torch's do. It has no wire: rows and moments belong to one norm."""
+        create, arguments, state = self.__reduce_ex__(4)[:3]  # type: ignore[misc]
+        copied: GhostBatchNorm = create(*arguments)
+        copied.__setstate__(state)
+        copied.wire = None
+        return copied
+
     def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
         return self.training and not self.frozen and self.closes == settled and not self._unused()
 
