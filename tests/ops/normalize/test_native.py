@@ -15,7 +15,7 @@ from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
 from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledInputs
 from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.row_kernels import Memory, Scratch, SettledSaved
+from kalmannorm._ops.normalize.row_kernels import Memory, Scratch
 from support.op_arguments import channels_last, relative_error
 from support.poisoned import poison
 from support.settled_cases import Case, doubled, inputs_of, results
@@ -161,7 +161,7 @@ def test_settled_rows_as_pytorch_operations(last, residual, relu):
         kernels = kind(x, 2, 1e-5, residual=residual, relu=relu, pitch=channels)
         memory = Memory(torch.full((4 * groups * channels + 3,), float("nan")).double(), Scratch())
         y, kept = kernels.settle(x, spread, inputs.residual, running, memory, 3)
-        saved = SettledSaved(x, y if kernels.keeps_output else None, spread, kept, averages)
+        saved = x, y if kernels.keeps_output else None, spread, kept, averages
         dx, d_rows, d_residual, collected = kernels.differentiate(grad, saved, memory, 3)
         found.append(
             [y, kept, memory.moments[3:], dx, d_rows.sum(1), collected, dx if d_residual is None else d_residual]

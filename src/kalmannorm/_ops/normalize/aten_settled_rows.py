@@ -35,7 +35,7 @@ class AtenSettledRows(AtenRows):
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
         if grad_y.stride() != self.strides:
-            grad_y = torch.empty_like(saved.x).copy_(grad_y)
+            grad_y = torch.empty_like(saved[0]).copy_(grad_y)
         observation = self.moments(memory.moments, start)[2:]
         return through_the_op(self, grad_y, saved, observation, aten_settled.backward)
 
@@ -59,4 +59,4 @@ def through_the_op(
     d_residual = rest.pop(0) if asks else grad_y if kernels.residual else None
     d_rows = rows.new_zeros((ROWS, *rows.shape[1:]))
     d_rows[:, 0] = torch.stack([d_weight, d_bias, rest[0][0], rest[1][0], rest[2]])
-    return SettledGradients(dx, d_rows, d_residual, collected)
+    return dx, d_rows, d_residual, collected

@@ -92,4 +92,4 @@ class NativeSettledRows(NativeRows):
         self.run_settled(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         if self.residual and d_residual is None:
             d_residual = grad_y
-        return SettledGradients(dx, d_rows, d_residual, collected)
+        return dx, d_rows, d_residual, collected

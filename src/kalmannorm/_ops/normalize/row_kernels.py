@@ -53,26 +53,11 @@ class RowKernels(Protocol):
 Pair = tuple[Tensor, Tensor]
 
 
-class SettledSaved(NamedTuple):
-    """What the backward of a settled norm reads."""
-
-    x: Tensor
-    y: Tensor | None
-    """If its sign is the mask of the ReLU."""
-    rows: Tensor
-    kept: Tensor
-    """m and ρ, (2, C)."""
-    averages: Tensor
-    """(C, 3)"""
-
-
-class SettledGradients(NamedTuple):
-    x: Tensor
-    rows: Tensor
-    """(5, G, C)"""
-    residual: Tensor | None
-    probe: Tensor
-    """(C, 3)"""
+SettledSaved = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+"""What the backward of a settled norm reads: x, y if its sign is the mask of the ReLU, the rows, m and ρ (2, C), and
+the averages (C, 3). A plain tuple, because it is made in every step."""
+SettledGradients = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Gradients of x, of the rows (5, G, C), of the residual, and of the probe (C, 3)."""
 
 
 class SettledRowKernels(RowKernels, Protocol):

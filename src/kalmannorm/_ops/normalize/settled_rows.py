@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kalmannorm._ops.normalize import registered_settled
 from kalmannorm._ops.normalize.aten_settled_rows import through_the_op
 from kalmannorm._ops.normalize.registered import watched
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledRowKernels, SettledSaved
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledRowKernels
 
 
 class Settle(torch.autograd.Function):
@@ -36,7 +36,7 @@ class Settle(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         kernels, scratch, start = ctx.run
         x, rows, moments, kept, averages, y = ctx.saved_tensors
-        saved = SettledSaved(x, y, rows, kept, averages)
+        saved = x, y, rows, kept, averages
         if grad_y.__class__ is not Tensor or watched(x):
             observation = kernels.moments(moments, start)[2:]
             gradients = through_the_op(kernels, grad_y, saved, observation, registered_settled.backward)

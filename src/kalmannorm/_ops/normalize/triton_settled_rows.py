@@ -119,7 +119,7 @@ class TritonSettledRows:
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            made = SettledGradients(dx, d_rows, d_residual, collected)
+            made = dx, d_rows, d_residual, collected
             given = self._backward_arguments(grad_y, saved, made, memory.moments, start)
             run(self.backward_launches, given)  # checked; they build the kernels
             if aligned(grad_y, x, y, dx, d_residual, averages):
@@ -140,7 +140,7 @@ class TritonSettledRows:
             launches[1](stream, sums, rho, d_weight, d_weight + step, collected.data_ptr(), *NOTHING, None, None)
         if self.residual and not self.keeps_output:
             d_residual = grad_y
-        return SettledGradients(dx, d_rows, d_residual, collected)
+        return dx, d_rows, d_residual, collected
 
     def _backward_arguments(
         self, grad_y: Tensor, saved: SettledSaved, made: SettledGradients, moments: Tensor, start: int
@@ -165,8 +165,8 @@ class TritonSettledRows:
             self.forward_launches,
             self._forward_arguments(like, like, rows, residual, running, kept, moments, start),
         )
-        saved = SettledSaved(like, masks, rows, kept, averages)
-        made = SettledGradients(like, d_rows, masks, averages)
+        saved = like, masks, rows, kept, averages
+        made = like, d_rows, masks, averages
         yield self.backward_launches, self._backward_arguments(like, saved, made, moments, start)
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
