@@ -361,8 +361,8 @@ def _small_cifar_sentences() -> list[str]:
     ours = max(value for (method, _), value in two.items() if method.startswith("bkn"))
     return [
         said(
-            f"Moving Average Batch Norm learns fastest here: in batches of 2 it has {two[moving]:.1f} %, and the best form "
-            f"of BKN {ours:.1f} %. In batches of 1 they have {one[moving]:.1f} and {one[bkn]:.1f} %.",
+            f"Moving Average Batch Norm learns fastest here: in batches of 2 it has {two[moving]:.1f} %, and the best "
+            f"form of BKN {ours:.1f} %. In batches of 1 they have {one[moving]:.1f} and {one[bkn]:.1f} %.",
             two[moving] > ours + 3,
             one[moving] > one[bkn] + 3,
         ),
