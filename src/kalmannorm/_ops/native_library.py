@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -151,8 +152,12 @@ def _built(compiler: list[str], dtype: torch.dtype, openmp: bool) -> Path:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             objects = [f"{scratch}/{number}.o" for number in range(len(SOURCES))]
-            for name, made in zip(SOURCES, objects, strict=True):
-                _run([*compiler, *flags, "-c", str(_HERE / name), "-o", made])
+            commands = [
+                [*compiler, *flags, "-c", str(_HERE / name), "-o", made]
+                for name, made in zip(SOURCES, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(len(commands)) as pool:
+                list(pool.map(_run, commands))
             # Linked without -fopenmp, which would add a second OpenMP library with threads of its own.
             _run([*compiler, "-shared", *objects, "-lm", "-o", f"{scratch}/native.so"])
             os.replace(f"{scratch}/native.so", path)  # another process may do the same at the same time
