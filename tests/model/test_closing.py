@@ -272,10 +272,14 @@ def test_gradients_of_the_posterior_are_those_of_the_norm_as_it_is():
     torch.testing.assert_close(results[0], results[2])
 
 
-def test_a_recomputed_forward_sees_what_its_first_one_saw():
+@pytest.mark.parametrize("present", [0.0, 0.5])
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_a_recomputed_forward_sees_what_its_first_one_saw(strength, present):
+    """With `present` the backward has two passes. A checkpoint lets it read its saved tensors only once."""
     model, (x, target) = converted(), images(0)
     for norm in norms_of(model):
-        at(0.5, norm)
+        at(strength, norm)
+        norm.closing.present = present
     other = copy.deepcopy(model)
     loss_of(model, x, target).backward()
     nn.functional.cross_entropy(checkpoint(other, x, use_reentrant=False), target).backward()

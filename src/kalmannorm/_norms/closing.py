@@ -287,9 +287,10 @@ class _Closing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         prior, gain, seen, own, other, trust, weight, probe, rows = ctx.closing
         grad_y, at_mean, at_var, *at_seen = grads
+        saved = ctx.saved_tensors  # once: an activation checkpoint gives them only once
         if ctx.present:  # one pass for the sums, one for dx: parts of dx that are rounded before they are added diverge
             nothing = torch.zeros_like(seen.mean)
-            sums = registered.differentiate(ctx, grad_y, None, None, nothing, nothing)
+            sums = registered.differentiate_saved(ctx, saved, grad_y, None, None, nothing, nothing)
             rows = rows.including(sums[4], sums[5], ctx.present)
         wanted = Moments(
             weight * rows.expected[0] + (0 if at_mean is None else at_mean),
@@ -297,7 +298,7 @@ class _Closing(torch.autograd.Function):
         )
         known = wanted if prior is None else kalman.update_backward(prior, seen, gain, wanted)[1]
         to_seen = [mine if grad is None else mine + grad for mine, grad in zip(known[:2], at_seen, strict=True)]
-        found = registered.differentiate(ctx, grad_y, None, None, *to_seen)
+        found = registered.differentiate_saved(ctx, saved, grad_y, None, None, *to_seen)
         dx, of_other_mean, of_other_var, _, at_scale, at_shift, _, _, d_residual, _ = found
         of_prior: list[Tensor | None] = [None, None, None]
         if prior is not None:

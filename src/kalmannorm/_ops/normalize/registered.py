@@ -117,7 +117,12 @@ def _rows(parameter: Tensor) -> int:
 
 def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients with respect to all arguments of the op, from those of its results."""
-    x, prior_mean, prior_var, gain, weight, bias, y, *moments = ctx.saved_tensors
+    return differentiate_saved(ctx, ctx.saved_tensors, *grads)
+
+
+def differentiate_saved(ctx: Any, saved: Sequence[Any], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As `differentiate`. A backward that calls it twice reads `ctx.saved_tensors` once, as checkpoints demand."""
+    x, prior_mean, prior_var, gain, weight, bias, y, *moments = saved
     rows, shape, dtype = ctx.bias
     if ctx.plan is not None:
         moments, rest = moments[:4], moments[4:]
