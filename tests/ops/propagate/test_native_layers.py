@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 import torchvision
@@ -10,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kalmannorm
+from kalmannorm._ops import native_library
 from kalmannorm._ops.plain import without_kernels
 from kalmannorm._ops.propagate import aten_layers, native_layers
 from kalmannorm._ops.propagate.bundle import Layer
@@ -228,3 +233,39 @@ def test_a_model_under_another_default_device():
     with torch.device("meta"):
         model(x).sum().backward()
     assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())
+
+
+SCARCE = """
+#include <stdlib.h>
+long left = 0;
+void *scarce(size_t alignment, size_t bytes) { return left-- == 0 ? 0 : aligned_alloc(alignment, bytes); }
+"""
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_missing_memory_of_any_part_is_reported(tmp_path, part):
+    """Also if one thread works on several parts, and has memory for a later one."""
+    compiler, source = native_library._compiler(), Path(native_layers.__file__).with_name("native.c")
+    (tmp_path / "scarce.c").write_text(SCARCE)
+    flags = ["-std=c11", "-fPIC", "-DREAL=float"]
+    subprocess.run([*compiler, *flags, "-Daligned_alloc=scarce", "-c", source, "-o", tmp_path / "native.o"], check=True)
+    subprocess.run(
+        [*compiler, *flags, "-shared", tmp_path / "scarce.c", tmp_path / "native.o", "-lm", "-o", tmp_path / "all.so"],
+        check=True,
+    )
+    found = ctypes.CDLL(str(tmp_path / "all.so"))
+    for name in ("layer_forward", "layer_backward"):
+        getattr(found, name).argtypes = [*[ctypes.c_void_p] * native_library.FUNCTIONS[name], ctypes.c_long]
+    left, parts = ctypes.c_long.in_dll(found, "left"), 3
+    weight, seen = torch.rand(6, 48, 3, 1), (torch.ones(1, 3), torch.ones(1), torch.ones(3))
+    layer = native_layers.CLayer.of(weight, False, seen)
+    moments, results = torch.rand(2, 48), torch.rand(2, 6)
+    rows = *native_layers._rows(moments), *native_layers._rows(results)
+    given = ctypes.byref(layer), weight.data_ptr(), *rows, None
+    left.value = 2 * part  # two blocks of memory per part
+    assert found.layer_forward(*given, parts) == 1
+    gradients = torch.empty(2, 48)
+    left.value = part
+    assert found.layer_backward(*given, *native_layers._rows(gradients), None, parts) == 1
+    left.value = -1
+    assert found.layer_backward(*given, *native_layers._rows(gradients), None, parts) == 0

@@ -117,7 +117,7 @@ int layer_forward(const Layer *l, const REAL *weight, const REAL *mean, const RE
     for (long part = 0; part < threads; part++) {
         Vector *sums = apart(l->taps * sizeof(Vector));
         double *taps = apart((l->taps + l->kinds) * sizeof(double)), *at_kinds = taps + l->taps;
-        failed = !sums || !taps;
+        failed |= !sums || !taps;
         for (long k = l->outputs * part / threads; k < l->outputs * (part + 1) / threads && !failed; k++) {
             const REAL *row = weight + k * size;
             double middle = 0, total = l->last        ? sums_of_planes(l, row, means, vars, taps)
@@ -232,8 +232,10 @@ int layer_backward(const Layer *l, const REAL *weight, const REAL *mean, const R
         long stop = least(blocks * (part + 1) / threads * block, size);
         width = stop - first;
         REAL *sums = apart((2 * width + ROWS * block) * sizeof(REAL)), *squares = sums + width, *room = squares + width;
-        failed = !sums;
-        if (failed) continue;
+        if (!sums) {
+            failed = 1;
+            continue;
+        }
         if (l->last && d_weight)
             backward_columns(1, 1, l, first, stop, weight, taps, by_var, means, vars, d_weight, sums, squares, room, all);
         else if (l->last)
