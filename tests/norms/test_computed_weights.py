@@ -231,6 +231,25 @@ def test_a_weight_that_changes_in_the_forward():
     torch.testing.assert_close(out, expected(model)[0])
 
 
+def test_a_weight_without_memory_until_its_module_runs():
+    """Libraries that shard parameters give a weight its memory in a hook before its module, and free it afterwards."""
+    model, whole = net(), {}
+    right = expected(model)[0]
+
+    def release(module, *_):
+        whole[module], module.weight.data = module.weight.data, torch.empty(0, dtype=F64)
+
+    def gather(module, _):
+        module.weight.data = whole[module]
+
+    for module in (model.stem, model.block.first, model.block.second):
+        release(module)
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image()), right)
+
+
 def test_given_weights_are_used():
     model = net()
     with torch.no_grad():

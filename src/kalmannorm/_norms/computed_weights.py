@@ -36,7 +36,7 @@ class Known(NamedTuple):
 
     weight: Tensor  # kept, so that no other tensor gets its identity
     version: int
-    address: int  # 0 under `torch.func`, whose tensors do not tell
+    address: int | None  # None under `torch.func`, whose tensors do not tell
     filter: Tensor
     saving: Any  # the hooks on saved tensors
     backward: int  # the backward inside which the forward runs, or -1
@@ -47,7 +47,7 @@ class Known(NamedTuple):
         """Whether it is the filter of its weight as it is now, and has the gradient that is needed now."""
         if self.version != weight._version or self.backward != recompute_id():
             return False
-        if self.address and self.address != weight.data_ptr():
+        if self.address is not None and self.address != weight.data_ptr():
             return False
         if self.inference and not torch.is_inference_mode_enabled():
             return False
@@ -294,7 +294,8 @@ def _computed_in(model: nn.Module) -> Filters:
     weights: dict[Computation, dict[int, Tensor]] = {computation: {} for computation in CLASSES}
     for module in _convolutions(model):
         weight = _tensor_of(module)
-        if type(weight) in (Tensor, nn.Parameter) and not weight.is_inference():
+        usable = type(weight) in (Tensor, nn.Parameter) and not weight.is_inference()
+        if usable and weight.numel() > 0:  # a sharded weight may get its memory later
             weights[module.computation][id(weight)] = weight
     found: Filters = {}
     hooks, backward, inference = saving(), recompute_id(), torch.is_inference_mode_enabled()
@@ -303,7 +304,7 @@ def _computed_in(model: nn.Module) -> Filters:
         if each:
             for weight, filter in zip(each.values(), filters_of(list(each.values()), computation), strict=True):
                 way = hooks, backward, filter.requires_grad, inference
-                address = 0 if without_address else weight.data_ptr()
+                address = None if without_address else weight.data_ptr()
                 found[id(weight), computation] = Known(weight, weight._version, address, filter, *way)
     return found
 
