@@ -185,3 +185,24 @@ def test_learned_transitions_start_at_a_high_gain():
     gains = {t: kalmannorm.gains(kalmannorm.convert(nn.Sequential(block(3, 4), block(4, 4)), image(), transition=t))
              for t in ("weights", "learned")}  # fmt: skip
     assert gains["weights"]["1.1"] == pytest.approx(0.5) and gains["learned"]["1.1"] == pytest.approx(0.9)
+
+
+def test_convert_with_standardized_filters_and_prune():
+    """Priors read the filter of the masked weight of this step, and pruning can be made permanent."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)]
+    x = torch.randn(4, 3, 8, 8)
+    model = kalmannorm.convert(nn.Sequential(*layers), x, statistics_batch_size=2, weight_standardization=True)
+    convolutions = model[0], model[3]
+    for each in convolutions:
+        prune.l1_unstructured(each, "weight", 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).pow(3).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        masked = model(x)  # its priors read the weights after the last step
+        for each in convolutions:
+            prune.remove(each, "weight")
+        torch.testing.assert_close(model(x), masked)

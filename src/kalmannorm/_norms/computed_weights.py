@@ -99,13 +99,14 @@ class ComputedWeight(_ConvNd):
     @property
     def filter(self) -> Tensor:
         """The computed weight, with its gradient."""
-        return self._filter_of(self.weight)
+        return self.filter_of(self.weight)
 
     def computed(self, weight: Tensor) -> Tensor:
         """The filter of this weight, computed now."""
         return filters_of([weight], self.computation)[0]
 
-    def _filter_of(self, weight: Tensor) -> Tensor:
+    def filter_of(self, weight: Tensor) -> Tensor:
+        """The filter of this weight: the one that this forward has computed, if it has."""
         if torch.compiler.is_compiling():
             return aten.computed(weight, self.computation)
         known = _kept(weight, self.computation)
@@ -117,7 +118,7 @@ class ComputedWeight(_ConvNd):
         return super().forward(input)  # type: ignore[no-any-return]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = super()._conv_forward(input, self._filter_of(weight), bias)
+        result: Tensor = super()._conv_forward(input, self.filter_of(weight), bias)
         return result
 
 

@@ -49,8 +49,11 @@ def _computed(module: nn.Module, name: str) -> Any:
     """A tensor that was a parameter or buffer at conversion, and is none any more.
 
     If a hook of torch computes it before each forward of the module, as pruning does, it is computed again here. The
-    attribute is that of the module's last forward, which may be one of an earlier step.
+    attribute is that of the module's last forward, which may be one of an earlier step. A computed filter is then that
+    of the new weight.
     """
+    if name == "filter" and "weight" not in module._parameters:
+        return module.filter_of(_computed(module, "weight"))  # type: ignore[operator]
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, BasePruningMethod) and hook._tensor_name == name:
             return hook.apply_mask(module)  # type: ignore[no-untyped-call]
