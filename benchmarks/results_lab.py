@@ -199,6 +199,10 @@ TUNED = [
 ]  # fmt: skip
 
 
+PRESENT = TUNED[-1], TUNED[2]
+"""BKN and batch norm on groups, each in its best form for fine-tuning."""
+
+
 def tuned(net: str, form: str, m: int) -> Scores:
     rows = (row for row in read(TUNING) if row["kind"] == "fine-tuning")
     return {row["seed"]: row["accuracy"] for row in rows if (row["net"], row["form"], row["m"]) == (net, form, m)}
@@ -289,7 +293,7 @@ def transfer_table() -> str:
 
 def present_on_other_data(base: Scores) -> dict[tuple[str, int], Difference]:
     """By norm and m: the forms with `present`, against batch norm at 32."""
-    forms = {"BKN": TUNED[-1], "groups": TUNED[2]}
+    forms = dict(zip(("BKN", "groups"), PRESENT, strict=True))
     return {(name, m): difference(transferred(form, m), base) for name, form in forms.items() for m in (2, 1)}
 
 

@@ -118,6 +118,7 @@ def when() -> str:
     }
     at_32 = lab.transferred("batch norm", 32)
     other = lab.present_on_other_data(at_32)
+    ahead = [difference(*(lab.transferred(form, m) for form in lab.PRESENT)) for m in (2, 1)]
     rows = [
         [
             "128",
@@ -203,10 +204,10 @@ def when() -> str:
             "fine-tuning of a ResNet-20 on other classes of CIFAR-10, test",
             said(
                 f"closing phase, `present=0.5`, against batch norm at 32: BKN {other['BKN', 2].shown()} and "
-                f"{other['BKN', 1].shown()} points, groups {other['groups', 2].shown()} and "
-                f"{other['groups', 1].shown()} points, {len(at_32)} seeds",
-                other["groups", 1].below,
-                not other["BKN", 1].below,
+                f"{other['BKN', 1].shown()} points; against groups {ahead[0].shown()} and {ahead[1].shown()} points, "
+                f"{len(at_32)} seeds",
+                all(each.above for each in ahead),
+                not any(other["BKN", m].below for m in (2, 1)),
             ),
             "calibrated BKN, with a closing phase and `present=0.5`",
         ],
