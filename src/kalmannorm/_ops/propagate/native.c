@@ -68,7 +68,8 @@ static double sums_of_planes(const Layer *l, const REAL *restrict weight, const 
 }
 
 /* The same for weights whose taps are adjacent. The taps of WIDTH channels fill as many vectors as there are taps, and
-   each vector has a sum, which stays in a register if the compiler knows how many there are. `sums` has room for all. */
+   each vector has a sum, which stays in a register if the compiler knows how many there are. `sums` has room for all.
+   A lane of such a sum has one REAL for every WIDTH-th channel. */
 SPECIAL double sums_of_blocks(const Layer *l, long count, const REAL *restrict weight, const REAL *restrict means,
                               const REAL *restrict vars, Vector *restrict sums, double *taps) {
     long size = l->channels * count, block = WIDTH * count, start = 0;

@@ -158,7 +158,8 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         known = find(ctx.number)
         count = len(known.bundle.masks)
-        tensors, saved, arrived = ctx.saved_tensors[:count], ctx.saved_tensors[count:], list(grads[: ctx.results])
+        kept, arrived = ctx.saved_tensors, list(grads[: ctx.results])  # an activation checkpoint gives them once
+        tensors, saved = kept[:count], kept[count:]
         if torch.is_grad_enabled():
             return None, None, None, *differentiated(known.bundle, tensors, known.dtype, ctx.groups, arrived)
         asked = asked_of(known.bundle, ctx.wanted, arrived)
