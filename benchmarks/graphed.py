@@ -24,8 +24,8 @@ from kalmannorm.lab.files.records import Record
 from kalmannorm.lab.machine.origin import origin
 
 EAGER, TORCH, GRAPHED = "eager", "make_graphed_callables", "kalmannorm.graphed"
-SAMPLE = 0.1
-"""Seconds of one sample."""
+SAMPLE = 0.5
+"""Seconds of one sample. Each begins with an idle GPU, which waits for the host once. A training loop does not."""
 
 
 def contender(entry: Entry, model: str, device: torch.device, way: str) -> Contender:

@@ -10,9 +10,9 @@ frozen statistics and so on. A model that switches between training and evaluati
 
 from __future__ import annotations
 
-import operator
+import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress, count
 from operator import itemgetter, methodcaller
 from typing import Any
@@ -29,7 +29,7 @@ VERSIONS = 16
 _hooks_of = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _registries_of = itemgetter(*_REGISTRIES)
-_values_of = methodcaller("values")  # registries of a ScriptModule are no dicts
+_values_of = methodcaller("values")
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set)
@@ -37,13 +37,18 @@ _OUR_HOOKS = (Begin, End, ComputeFilters, ForgetFilters)
 _numbers = count()
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    """Whether both have the same objects."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether both have the same objects. Their addresses are compared: for thousands of objects `is` takes long."""
+    return len(one) == len(other) and _addresses(one) == _addresses(other)
 
 
-def _contents(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+def _addresses(objects: tuple[Any, ...]) -> bytes:
+    """The memory of a tuple in CPython: the addresses of its objects, after a head."""
+    return ctypes.string_at(id(objects) + tuple.__basicsize__, ctypes.sizeof(ctypes.c_void_p) * len(objects))
+
+
+def _contents(container: Any) -> tuple[Any, ...]:
+    return (*container, *container.values()) if isinstance(container, dict) else tuple(container)
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -64,12 +69,12 @@ class Layout:
         names = ([name for name in own if name == "training" or name not in _TORCHS_OWN] for own in dicts)
         self.getters = [itemgetter("_modules", "_modules", *own) for own in names]  # of two or more it makes a tuple
 
-    def read(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
+    def read(self, dicts: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         """The settings. None if modules have other attributes: one more, one less, or one by another name."""
         if list(map(len, dicts)) != self.lengths:
             return None
         try:
-            return list(chain.from_iterable([get(own) for get, own in zip(self.getters, dicts, strict=True)]))
+            return tuple(chain.from_iterable([get(own) for get, own in zip(self.getters, dicts, strict=True)]))
         except KeyError:
             return None
 
@@ -77,14 +82,14 @@ class Layout:
 class Version:
     """Settings, and the tensors among them. `problem`: why a graph cannot serve, None if it can."""
 
-    def __init__(self, state: ModelState, layout: Layout, values: list[Any]) -> None:
+    def __init__(self, state: ModelState, layout: Layout, values: tuple[Any, ...]) -> None:
         self.number, self.layout, self.values = next(_numbers), layout, values
-        self.classes = list(map(type, state.modules))
+        self.classes = tuple(map(type, state.modules))
         self.trained = [parameter.requires_grad for parameter in state.parameters]
         programs = map(_program, (own.get("wire") for own in state.dicts))
         self.programs = list({id(each): each for each in programs if each is not None}.values())
         self.steps = self._steps()
-        self.containers, self.tensors = list[tuple[Any, list[Any]]](), list[Tensor]()
+        self.containers, self.tensors = list[tuple[Any, tuple[Any, ...]]](), list[Tensor]()
         for own in state.dicts:
             for name, value in own.items():
                 if name not in _TORCHS_OWN:
@@ -102,18 +107,18 @@ class Version:
             return "the model is on several devices"
         return None
 
-    def _steps(self) -> list[Any]:
+    def _steps(self) -> tuple[Any, ...]:
         """`freeze_priors` replaces some of them."""
-        return [step for program in self.programs for step in program.steps]
+        return tuple(chain.from_iterable([program.steps for program in self.programs]))
 
-    def holds(self, state: ModelState, values: list[Any]) -> bool:
+    def holds(self, state: ModelState, values: tuple[Any, ...]) -> bool:
         if not same(values, self.values):
             if len(values) != len(self.values) or not all(map(_equal, values, self.values)):
                 return False
             self.values = values  # equal, but other objects: the next comparison is fast again
         if [parameter.requires_grad for parameter in state.parameters] != self.trained:
             return False
-        if not same(list(map(type, state.modules)), self.classes) or not same(self._steps(), self.steps):
+        if not same(tuple(map(type, state.modules)), self.classes) or not same(self._steps(), self.steps):
             return False
         return self.unchanged()
 
@@ -145,9 +150,11 @@ class ModelState:
         self.generation += 1
         self.modules = list(self.model.modules())
         self.dicts = [vars(module) for module in self.modules]
-        self.registries = list(chain.from_iterable(map(_registries_of, self.dicts)))
+        self.registries = tuple(chain.from_iterable(map(_registries_of, self.dicts)))
         self.lengths = list(map(len, self.registries))
         self.filled = list(compress(self.registries, self.lengths))
+        plain = all(isinstance(each, dict) for each in self.filled)  # those of a ScriptModule are no dicts
+        self.values_of: Callable[[Any], Iterable[Any]] = dict.values if plain else _values_of
         self.registered = self._registered()
         tensors = [each for each in self.registered if isinstance(each, Tensor)]
         self.buffers = [each for own in self.dicts for each in own["_buffers"].values() if each is not None]
@@ -174,9 +181,9 @@ class ModelState:
         tensor = own.get(kind, {}).get(name)
         return device_of(self.model) if tensor is None else tensor.device
 
-    def _registered(self) -> list[Any]:
+    def _registered(self) -> tuple[Any, ...]:
         """Children, parameters and buffers of all modules."""
-        return list(chain.from_iterable(map(_values_of, self.filled)))
+        return tuple(chain.from_iterable(map(self.values_of, self.filled)))
 
     def _memory(self) -> tuple[list[int], list[int]]:
         """Where tensors lie, and how large parameters are: `weight.data = weight.data[:8]` keeps the address."""
@@ -184,7 +191,7 @@ class ModelState:
 
     def _surveyed(self) -> bool:
         """Whether the model still has these modules and tensors."""
-        if not same(list(chain.from_iterable(map(_registries_of, self.dicts))), self.registries):
+        if not same(tuple(chain.from_iterable(map(_registries_of, self.dicts))), self.registries):
             return False
         if list(map(len, self.registries)) != self.lengths or not same(self._registered(), self.registered):
             return False
@@ -204,7 +211,7 @@ class ModelState:
                 return version
         return self._made(layout, values)
 
-    def _made(self, layout: Layout | None, values: list[Any] | None) -> Version:
+    def _made(self, layout: Layout | None, values: tuple[Any, ...] | None) -> Version:
         if layout is None or values is None:
             layout = Layout(self.dicts)
             values = layout.read(self.dicts)
