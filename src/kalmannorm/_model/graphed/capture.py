@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from kalmannorm._model.graphed.gradients import Gradients
+from kalmannorm._model.graphed.nodes import casts_taken, leaves_of
 from kalmannorm._model.graphed.recorder import Recorder, RefusedError
 from kalmannorm._model.graphed.signature import CONSTANTS, Arguments, Autocast
 from kalmannorm._model.graphed.state import ModelState, Version
@@ -79,15 +81,19 @@ class Passes:
         """The gradients of the tensors that are used, joined by `gradients`."""
         return self.gradients.joined(self.differentiated())
 
-    def differentiated(self) -> list[Tensor]:
+    def differentiated(self) -> list[list[Tensor]]:
+        """The gradients as sums: of one tensor, or of a tensor of lower precision and another one."""
         chosen = [output for output, wanted in zip(self.outputs, self.pattern, strict=True) if wanted]
         self.outputs, self.result = [], []
-        with replaced(self.places, self.aliases):
+        with replaced(self.places, self.aliases), casts_taken(chosen) as casts:
             found = torch.autograd.grad(chosen, self.surface, self.grads, allow_unused=True)
+        sums = [
+            [_laid_out(term, like) for term in (casts.get(id(like)), gradient) if term is not None]
+            for gradient, like in zip(found, self.surface, strict=True)
+        ]
         if not self.used:
-            self.used = [gradient is not None for gradient in found]
-        both = zip(found, self.surface, strict=True)
-        return [_laid_out(gradient, like) for gradient, like in both if gradient is not None]
+            self.used = [len(terms) > 0 for terms in sums]
+        return [terms for terms in sums if terms]
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
@@ -178,7 +184,7 @@ class Captured:
     def _order_gradients(self) -> None:
         """Find out which result of the backward belongs to each input, and to each parameter in `reached`."""
         passes = self.passes
-        used = (each for each, wanted in zip(passes.surface, passes.used, strict=False) if wanted)
+        used = compress(passes.surface, passes.used)
         found = {id(each): passes.gradients.places[number] for number, each in enumerate(used)}
         targets = [*passes.static, *(passes.aliases[id(each)] for each in self.reached)]
         self.sources = [found.get(id(target)) for target in targets]
@@ -194,7 +200,7 @@ class Captured:
         self.pattern = passes.pattern = [a and b for a, b in zip(pattern, self.differentiable, strict=True)]
         self.trains = self.trains and any(self.pattern)
         self._check_result(passes)
-        reached = _leaves(outputs)
+        reached = leaves_of(outputs)
         known = {id(alias): number for number, alias in passes.aliases.items()}
         if not reached.keys() <= known.keys() | {id(each) for each in passes.static}:
             raise RefusedError("the model trains tensors that are not its registered parameters")
@@ -204,10 +210,10 @@ class Captured:
             passes.grads = [
                 torch.zeros_like(output) for output, wanted in zip(outputs, self.pattern, strict=True) if wanted
             ]
-            gradients = passes.differentiated()
-            if any(gradient.layout != torch.strided for gradient in gradients):
+            sums = passes.differentiated()
+            if any(term.layout != torch.strided for terms in sums for term in terms):
                 raise RefusedError("gradients are sparse")
-            passes.gradients = Gradients(gradients)
+            passes.gradients = Gradients(list(compress(passes.surface, passes.used)))
 
     def _second_run(self, passes: Passes) -> None:
         before, host = [each._version for each in passes.static], self.recorder.host_random()
@@ -304,22 +310,6 @@ class Captured:
 
 def _constants(result: Sequence[Any]) -> list[tuple[type, Any]]:
     return [(Tensor, None) if isinstance(each, Tensor) else (type(each), each) for each in result]
-
-
-def _leaves(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The leaves that the outputs depend on, by id."""
-    found, seen = dict[int, Tensor](), set[Any]()
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaf: Tensor = node.variable  # type: ignore[attr-defined]
-            found[id(leaf)] = leaf
-        waiting += [following for following, _ in node.next_functions if following is not None]
-    return found
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A model has hundreds of parameters. To copy each gradient out of the memory of a graph, torch would have to allocate
 hundreds of tensors in every step, and the GPU would wait. So the graph itself joins them, one copy is made, and its
-parts are handed out. They keep the strides of the parameters, and so autograd takes them as they are.
+parts are handed out. They have the dtype and strides of the parameters, and so autograd takes them as they are.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ ALIGNMENT = 64
 class _Kind:
     """Gradients of one dtype: which they are, where they begin, and their shapes."""
 
-    def __init__(self, numbers: list[int], tensors: Sequence[Tensor]) -> None:
-        self.numbers = numbers
-        first, sizes = tensors[numbers[0]], [tensors[number].numel() for number in numbers]
-        step = ALIGNMENT // first.element_size()
+    def __init__(self, numbers: list[int], likes: Sequence[Tensor]) -> None:
+        self.numbers, self.first = numbers, likes[numbers[0]]
+        sizes = [likes[number].numel() for number in numbers]
+        step = ALIGNMENT // self.first.element_size()
         self.sizes: list[int] = []
         self.parts: list[int] = []
         for size in sizes:
             self.parts.append(len(self.sizes))
             self.sizes += [size, -size % step] if size % step else [size]
-        self.shapes = [
-            None if tensors[number].dim() == 1 else (tensors[number].shape, tensors[number].stride())
-            for number in numbers
-        ]
+        forms = ((likes[number].shape, torch.empty_like(likes[number], device="meta").stride()) for number in numbers)
+        self.shapes = [None if len(shape) == 1 else (shape, strides) for shape, strides in forms]
 
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def joined(self, sums: Sequence[Sequence[Tensor]]) -> Tensor:
         """Not by `torch.cat`, whose kernel for parts of any size has a fraction of the memory's speed."""
-        own = [tensors[number] for number in self.numbers]
-        result = own[0].new_empty(sum(self.sizes))
-        torch._foreach_copy_(self._divided(result), own)
+        result = self.first.new_empty(sum(self.sizes))
+        alike: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}  # one kernel for each of these
+        for part, number in zip(self._divided(result), self.numbers, strict=True):
+            for place, term in enumerate(sums[number]):
+                both = alike.setdefault((place, term.dtype), ([], []))
+                both[0].append(part)
+                both[1].append(term)
+        for (place, _), (parts, terms) in sorted(alike.items(), key=lambda item: item[0][0]):
+            (torch._foreach_add_ if place else torch._foreach_copy_)(parts, terms)
         return result
 
     def copied(self, joined: Tensor) -> list[Tensor]:
@@ -50,19 +54,23 @@ class _Kind:
 
 
 class Gradients:
-    """How dense tensors are joined and copied. `places`: where `copied` has the copy of each of them."""
+    """How gradients are joined and copied. `places`: where `copied` has the copy of each of them.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Args:
+        likes: the tensors that they belong to.
+    """
+
+    def __init__(self, likes: Sequence[Tensor]) -> None:
         kinds: dict[torch.dtype, list[int]] = {}
-        for number, tensor in enumerate(tensors):
-            kinds.setdefault(tensor.dtype, []).append(number)
-        self._kinds = [_Kind(numbers, tensors) for numbers in kinds.values()]
+        for number, like in enumerate(likes):
+            kinds.setdefault(like.dtype, []).append(number)
+        self._kinds = [_Kind(numbers, likes) for numbers in kinds.values()]
         order = [number for kind in self._kinds for number in kind.numbers]
         self.places = {number: place for place, number in enumerate(order)}
 
-    def joined(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor per dtype."""
-        return [kind.joined(tensors) for kind in self._kinds]
+    def joined(self, sums: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """One tensor per dtype. Each gradient is given as the terms of a sum, the first of any dtype."""
+        return [kind.joined(sums) for kind in self._kinds]
 
     def copied(self, joined: Sequence[Tensor]) -> list[Tensor]:
         """New tensors with the values of all tensors that were joined."""
