@@ -1,28 +1,34 @@
 """Writes the tables and the sentences with figures of docs/results.md: `python benchmarks/results_page.py`.
 
-They stand between `<!-- NAME -->` and `<!-- end of NAME -->`. Nothing between these lines is written by hand, and no
-result stands outside of them. A sentence that the records no longer support ends the script with an error that names
-it. The records are those of the lab (docs/figures/records), the trials (trials/records) and two benchmarks. A section
-whose runs have no record yet says so.
+It also writes what README.md and docs/recipe.md say about the trials. The tables and sentences stand between
+`<!-- NAME -->` and `<!-- end of NAME -->`. Nothing between these lines is written by hand, and no result of
+docs/results.md stands outside of them. A sentence that the records no longer support ends the script with an error that
+names it. The records are those of the lab (docs/figures/records), the trials (trials/records) and two benchmarks. A
+section whose runs have no record yet says so.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import results_evidence as evidence
+import results_filters as filters
 import results_lab as lab
 import results_trials as trials
 from measured import ROOT, markdown, placed
 from results_lab import above, cifar, digits, small
-from results_words import bullets, difference, mean, said, signed, standard_error
+from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
 
 from kalmannorm.lab.experiments.catalogue import experiment
+from trials.cells import CELLS
 from trials.forms import Form
-from trials.table import HELD_OUT
+from trials.table import HELD_OUT, TEST
 
 DOCUMENT = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+RECIPE = ROOT / "docs" / "recipe.md"
 
 
 def chosen(cell: str, kind: str, m: int, *, phase: bool = True) -> float:
@@ -42,11 +48,50 @@ def ghost_below(cell: str, m: int = 2) -> float:
     return chosen(cell, "kalman", m) - chosen(cell, "ghost", m)
 
 
+def plain_filters(sentence: str) -> str:
+    """A sentence on BKN with plain filters below batch norm at 128, on the test images of Tiny-ImageNet."""
+    two, one = (trials.confirmed_difference(m) for m in (2, 1))
+    n = {len(trials.tested("tiny100", "kalman", m, phase=True)) for m in (2, 1)}
+    return said(sentence.format(two=two.size(2), one=one.size(2)), two.below and one.below, n == {5})
+
+
+def standardized_filters(sentence: str) -> str:
+    """A sentence on BKN by the recipe above batch norm at 128 with plain filters, on the same images."""
+    found = filters.differences("tiny100")
+    return said(
+        sentence.format(two=found[2].size(2), one=found[1].size(2)),
+        found[2].above and found[1].above,
+        filters.seeds("tiny100") == {5},
+    )
+
+
+def readme() -> str:
+    """What the README says about Tiny-ImageNet."""
+    base = trials.tested("tiny100", "batch", 128, phase=False)
+    setting = f"ResNet-18, {CELLS['tiny100'].epochs} epochs, {len(base)} seeds, {TEST['tiny100']:,} test images"
+    first = paragraph(
+        f"The table shows one net and a short schedule. On 100 classes of Tiny-ImageNet ({setting}, `population` "
+        f"inference, intervals of 95 %) batch norm at 128 reached {mean(base):.1f} %:"
+    )
+    return f"{first}\n" + bullets(
+        [
+            plain_filters(
+                "BKN with plain filters and a closing phase was {two} points below it at m = 2, and {one} points at "
+                "m = 1."
+            ),
+            standardized_filters(
+                "With standardized filters, an early closing phase and a prior that fades, BKN was {two} points above "
+                "it at m = 2, and {one} points at m = 1. This is [the recipe](docs/recipe.md) for m = 1 and 2."
+            ),
+            *filters.same_filters("tiny100"),
+            *filters.same_groups("tiny100"),
+        ]
+    )
+
+
 def in_short() -> str:
     lab_cifar = [above(cifar, 2, mode) for mode in lab.MODES]
     one = above(digits, 1, "population")
-    two_below, one_below = (trials.confirmed_difference(m) for m in (2, 1))
-    n = {len(trials.tested("tiny100", "kalman", m, phase=True)) for m in (2, 1)}
     two, single = chosen("cifar10", "kalman", 2), chosen("cifar10", "kalman", 1)
     batch = chosen("cifar10", "batch", 128, phase=False)
     groups, bkn = (
@@ -70,23 +115,27 @@ def in_short() -> str:
                 one.above,
                 all(abs(above(digits, m, "population").points) < 1 for m in (2, 4, 8, 32, 64)),
             ),
-            said(
-                "On 100 classes of Tiny-ImageNet, BKN with a closing phase is less accurate than batch norm at m = "
-                f"128: by {two_below.size()} points at m = 2, and by {one_below.size()} points at m = 1 (5 seeds, "
-                "test images, intervals of 95 %).",
-                two_below.below and one_below.below,
-                n == {5},
+            plain_filters(
+                "On 100 classes of Tiny-ImageNet, BKN with plain filters and a closing phase is less accurate than "
+                "batch norm at m = 128: by {two} points at m = 2, and by {one} points at m = 1 (5 seeds, test images, "
+                "intervals of 95 %)."
             ),
+            standardized_filters(
+                "With standardized filters, an early closing phase and a prior that fades, BKN is more accurate there "
+                "than batch norm at m = 128 with plain filters: by {two} points at m = 2, and by {one} points at "
+                "m = 1 (5 seeds, test images, intervals of 95 %). This is [the recipe](recipe.md). "
+            )
+            + " ".join([*filters.same_filters("tiny100"), *filters.same_groups("tiny100")]),
             said(
                 f"On CIFAR-10 with a closing phase, BKN reaches {two:.1f} % at m = 2 and {single:.1f} % at m = 1, and "
                 f"batch norm at m = 128 reaches {batch:.1f} % (seed 0, held-out images).",
                 two > single > batch,
             ),
             said(
-                "Compare BKN with batch norm on groups of 2 and a closing phase. On held-out images, each at its "
-                f"best setting, this simpler method is {ghost_below('tiny100'):.1f} points below BKN on "
-                f"Tiny-ImageNet, and {ghost_below('cifar10'):.1f} points below BKN on CIFAR-10. One standard error of "
-                f"such a difference is {error_of_a_difference('tiny100'):.1f} and "
+                "Compare BKN with batch norm on groups of 2 and a closing phase. On held-out images with plain "
+                f"filters, each at its best setting, this simpler method is {ghost_below('tiny100'):.1f} points below "
+                f"BKN on Tiny-ImageNet, and {ghost_below('cifar10'):.1f} points below BKN on CIFAR-10. One standard "
+                f"error of such a difference is {error_of_a_difference('tiny100'):.1f} and "
                 f"{error_of_a_difference('cifar10'):.1f} points. On Tiny-ImageNet at a rate of 0.1 and a decay of "
                 f"5e-4 it is {usual:.1f} points above BKN.",
                 0 < ghost_below("tiny100") < error_of_a_difference("tiny100"),
@@ -96,6 +145,35 @@ def in_short() -> str:
             "All runs are short, and the data sets are small. No net was trained on ImageNet.",
         ]
     )
+
+
+def _held(kind: str, m: int) -> float:
+    """With standardized filters on Tiny-ImageNet, each at its best phase."""
+    found = filters.held("tiny100", kind, m)
+    assert found is not None, (kind, m)
+    return found
+
+
+def _beside_the_recipe(m: int) -> str:
+    """Other norms on Tiny-ImageNet: on test images where they were run, and groups else on held-out images."""
+    found = filters.others("tiny100", m)
+    text = "".join(f"; {name} {each.shown(2)} points against BKN" for name, each in found.items())
+    if filters.GROUPED in found:
+        return text
+    return f"{text}; held out, with these filters: BKN {_held('kalman', m):.1f}, groups {_held('ghost', m):.1f} %"
+
+
+def _advice(m: int) -> str:
+    """What is the best on test images. BKN is not, if groups cannot be told from it: they are simpler."""
+    recipe, found = "[the recipe](recipe.md)", filters.others("tiny100", m)
+    better = {name: each.points for name, each in found.items() if each.above}
+    if better:
+        name = max(better, key=better.__getitem__)
+        return f"{name}, with the filters and the phase of {recipe}" if name == filters.GROUPED else name
+    near = abs(_held("kalman", m) - _held("ghost", m)) < error_of_a_difference("tiny100")
+    if m == 2 and (not found[filters.GROUPED].below if filters.GROUPED in found else near):
+        return f"{recipe}, with either norm; batch norm on groups is simpler"
+    return said(f"BKN by {recipe}", filters.GROUPED in found or _held("kalman", m) > _held("ghost", m))
 
 
 def when() -> str:
@@ -163,8 +241,8 @@ def when() -> str:
             "2",
             inception,
             said(
-                f"closing phase: BKN {chosen('cifar10', 'kalman', 2):.1f}, groups {chosen('cifar10', 'ghost', 2):.1f} "
-                "%",
+                f"plain filters, closing phase: BKN {chosen('cifar10', 'kalman', 2):.1f}, groups "
+                f"{chosen('cifar10', 'ghost', 2):.1f} %",
                 ghost_below("cifar10") > 2 * error_of_a_difference("cifar10"),
             ),
             "BKN with a closing phase",
@@ -173,21 +251,42 @@ def when() -> str:
             "2",
             tiny,
             said(
-                f"closing phase: BKN {chosen('tiny100', 'kalman', 2):.1f}, groups {chosen('tiny100', 'ghost', 2):.1f} "
-                f"%, a difference within its standard error of {error_of_a_difference('tiny100'):.1f} points",
+                f"plain filters, closing phase: BKN {chosen('tiny100', 'kalman', 2):.1f}, groups "
+                f"{chosen('tiny100', 'ghost', 2):.1f} %, a difference within its standard error of "
+                f"{error_of_a_difference('tiny100'):.1f} points",
                 abs(ghost_below("tiny100")) < error_of_a_difference("tiny100"),
             ),
             "either; batch norm on groups is simpler",
         ],
         [
+            "2",
+            "ResNet-18, Tiny-ImageNet, test",
+            standardized_filters(
+                "standardized filters, early closing phase, fading prior: BKN +{two} points against batch norm at 128 "
+                "with plain filters, 5 seeds"
+            )
+            + _beside_the_recipe(2),
+            _advice(2),
+        ],
+        [
             "1",
             f"{inception}; {tiny}",
             said(
-                f"closing phase: BKN {at_one['cifar10'][0]:.1f} and {at_one['tiny100'][0]:.1f}, groups "
+                f"plain filters, closing phase: BKN {at_one['cifar10'][0]:.1f} and {at_one['tiny100'][0]:.1f}, groups "
                 f"{at_one['cifar10'][1]:.1f} and {at_one['tiny100'][1]:.1f} %. Groups of 1 had one setting only",
                 all(ours > theirs + 2 for ours, theirs in at_one.values()),
             ),
             "BKN with a closing phase",
+        ],
+        [
+            "1",
+            "ResNet-18, Tiny-ImageNet, test",
+            standardized_filters(
+                "standardized filters, early closing phase, fading prior: BKN +{one} points against batch norm at 128 "
+                "with plain filters, 5 seeds"
+            )
+            + _beside_the_recipe(1),
+            _advice(1),
         ],
         [
             "2, 1",
@@ -338,7 +437,7 @@ NOT_RUN: list[tuple[str, Callable[[], bool]]] = [
 def not_run() -> str:
     """Lines disappear once there is a record. The rounds that are evidence say how many of their runs have none."""
     lines = [text for text, run in NOT_RUN if not run()]
-    return bullets(lines + evidence.missing())
+    return bullets(lines + filters.missing() + evidence.missing())
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -352,10 +451,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ablations": evidence.ablations,
     "sigma": evidence.sigma,
     "confirmed": trials.confirm_table,
+    "confirmed filters": filters.confirm_table,
     "chosen": trials.chosen_table,
     "rates and decays": trials.rates_table,
     "ideas": trials.ideas_table,
-    "filters": trials.filters_table,
+    "filters": filters.filters_table,
     "fine-tuning": lab.tuning_table,
     "other data": lab.transfer_table,
     "small batches": lab.small_tables,
@@ -364,10 +464,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
-def written(text: str) -> str:
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    DOCUMENT: BLOCKS,
+    README: {"trials": readme},
+    RECIPE: {"measured": filters.recipe_table},
+}
+
+
+def written(text: str, page: Path = DOCUMENT) -> str:
     """The page with every block from its records."""
-    for name, block in BLOCKS.items():
-        text = placed(text, name, block(), DOCUMENT.name)
+    for name, block in PAGES[page].items():
+        text = placed(text, name, block(), page.name)
     return text
 
 
@@ -379,7 +486,8 @@ def by_hand(text: str) -> str:
 
 
 def main() -> None:
-    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8"), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -39,12 +39,13 @@ def all_scores() -> tuple[Score, ...]:
     return tuple(table.scores(row for row in table.records() if row["round"] not in EVIDENCE))
 
 
-def cells() -> list[str]:
-    """Those with a record, in the order of the page."""
+def cells(*, test: bool = False) -> list[str]:
+    """Those with a record on held-out images, or on test images, in the order of the page."""
     found = {score.setting.cell for score in all_scores()}
     if found - set(NAMES):
         sys.exit(f"give these cells a name for docs/results.md, in {Path(__file__).name}: {sorted(found - set(NAMES))}")
-    return [cell for cell in NAMES if cell in found]
+    scored = {score.setting.cell for score in all_scores() if score.setting.test == test}
+    return [cell for cell in NAMES if cell in scored]
 
 
 def held_out(cell: str) -> list[Score]:
@@ -86,9 +87,21 @@ def best(
 # Confirmed on test images
 
 
-def confirmed(cell: str) -> list[Score]:
+def computed(form: Form) -> bool:
+    """Whether filters are computed from the weights. Moving Average Batch Norm centres them."""
+    return form.filters != "plain" or form.kind in ("moving", "standardized")
+
+
+def on_test_images(cell: str, *, filters: bool) -> list[Score]:
+    """Settings with computed filters, or with plain ones. `results_filters.py` has the former."""
     found = [score for score in all_scores() if score.setting.cell == cell and score.setting.test]
-    return [score for score in found if score.setting.form.filters == "plain" and score.setting.form.kind != "moving"]
+    return [score for score in found if computed(score.setting.form) == filters]
+
+
+def confirmed(cell: str) -> list[Score]:
+    """With plain filters. Batch norm alone confirms nothing: there it is what computed filters are compared with."""
+    found = on_test_images(cell, filters=False)
+    return found if any(score.setting.form.kind != "batch" for score in found) else []
 
 
 def tested(cell: str, kind: str, m: int, *, phase: bool) -> dict[int, float]:
@@ -105,7 +118,7 @@ def confirmed_difference(m: int) -> Difference:
 
 
 def confirm_table() -> str:
-    return "\n".join(_confirmed(cell) for cell in cells() if confirmed(cell))
+    return "\n".join(_confirmed(cell) for cell in cells(test=True) if confirmed(cell))
 
 
 def _confirmed(cell: str) -> str:
@@ -118,7 +131,7 @@ def _confirmed(cell: str) -> str:
         against = "" if score.setting.form.kind == "batch" else difference(by_seed, base).shown(2)
         mean = sum(by_seed.values()) / len(by_seed)
         lines.append(
-            [described(score.setting.form), _optimizer(score), str(len(by_seed)), shown, f"{mean:.2f}", against]
+            [described(score.setting.form), optimizer_of(score), str(len(by_seed)), shown, f"{mean:.2f}", against]
         )
     headings = [
         f"{SHORT[cell]}, test accuracy, %",
@@ -156,7 +169,8 @@ def _confirm_sentences(cell: str) -> list[str]:
     ]
 
 
-def _optimizer(score: Score) -> str:
+def optimizer_of(score: Score) -> str:
+    """Learning rate, weight decay, and a warm-up if there is one."""
     setting = score.setting
     warm = f", warm-up of {100 * setting.warmup:.0f} %" if setting.warmup else ""
     return f"rate {setting.rate:g}, decay {power(setting.decay)}{warm}"
@@ -249,7 +263,7 @@ def _words(score: Score) -> str:
     details = described(form).removeprefix(table.KINDS[form.kind].format(m=form.m)).removeprefix(", ")
     for each in ("mixed with the depth prior, ", "mixed with the depth prior"):
         details = details.removeprefix(each)
-    return f"{_optimizer(score)}" + (f"; {details}" if details else "")
+    return f"{optimizer_of(score)}" + (f"; {details}" if details else "")
 
 
 # Tried
@@ -321,74 +335,6 @@ def idea_of(score: Score) -> str | None:
     return words + (f", warm-up of {100 * setting.warmup:.0f} %" if setting.warmup else "")
 
 
-def with_filters(cell: str) -> list[Score]:
-    """Settings with centred or standardized filters."""
-    return [score for score in held_out(cell) if score.setting.form.filters != "plain"]
-
-
-def filters_table() -> str:
-    """Forms with centred or standardized filters, beside the best setting of batch norm at 128 with plain ones."""
-    lines, rows = [], []
-    found = {cell: with_filters(cell) for cell in cells()}
-    forms = dict.fromkeys(score.setting.form for own in found.values() for score in own)
-    for form in sorted(forms, key=lambda form: (-form.m, form.kind, form.filters, form.fade, form.close)):
-        shown = []
-        for own in found.values():
-            mine = sorted((s for s in own if s.setting.form == form), key=_place)
-            rows += [row for score in mine for row in score.rows.values()]
-            shown.append("; ".join(f"{power(s.setting.decay)}: {_by_seed(s)}" for s in mine))
-        lines.append([described(form), *shown])
-    plain = [table.best(_matching(cell, ROWS[0][1])) for cell in cells()]
-    first = [f"{power(top.setting.decay)}: {_by_seed(top)}" if top else "" for top in plain]
-    headings = ["weight decay: held-out accuracy, % by seed", *(SHORT[cell] for cell in cells())]
-    lines.insert(0, ["batch norm at 128, plain filters, its best decay", *first])
-    text = "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin_of(rows, cells())
-    return text + "\n" + bullets(_filter_sentences())
-
-
-def _by_seed(score: Score) -> str:
-    return "diverged" if score.diverged else " ".join(f"{each:.1f}" for each in score.accuracies().values())
-
-
-def _filtered(cell: str, kind: str, m: int) -> float:
-    """The best setting with standardized filters."""
-    own = (s for s in held_out(cell) if s.setting.form.filters == "standardized")
-    top = table.best(s for s in own if (s.setting.form.kind, s.setting.form.m) == (kind, m))
-    assert top is not None, (cell, kind, m)
-    return top.first
-
-
-def _filter_sentences() -> list[str]:
-    cells_of = ("tiny100", "cifar10")
-    base = {cell: top.first for cell in cells_of if (top := best(cell, "batch", 128, phase=False)) is not None}
-    two = {cell: max(_filtered(cell, kind, 2) for kind in ("ghost", "kalman")) for cell in cells_of}
-    one = {cell: {kind: _filtered(cell, kind, 1) for kind in ("ghost", "kalman")} for cell in cells_of}
-    large = {cell: _filtered(cell, "batch", 128) for cell in cells_of}
-    return [
-        said(
-            "With standardized filters and a closing phase, m = 2 is above batch norm at 128 with plain filters "
-            f"on both nets: by {signed(two['tiny100'] - base['tiny100'])} and "
-            f"{signed(two['cifar10'] - base['cifar10'])} points.",
-            all(two[cell] > base[cell] for cell in cells_of),
-        ),
-        said(
-            f"At m = 1 BKN is {base['tiny100'] - one['tiny100']['kalman']:.1f} points below it on Tiny-ImageNet and "
-            f"{one['cifar10']['kalman'] - base['cifar10']:.1f} points above it on CIFAR-10. It needs the depth prior: "
-            f"batch norm on groups of 1 has {one['tiny100']['ghost']:.1f} and {one['cifar10']['ghost']:.1f} %.",
-            0 < base["tiny100"] - one["tiny100"]["kalman"] < 1,
-            one["cifar10"]["kalman"] > base["cifar10"],
-            all(one[cell]["kalman"] > one[cell]["ghost"] for cell in cells_of),
-        ),
-        said(
-            "Batch norm at 128 gains from standardized filters too: "
-            f"{signed(large['tiny100'] - base['tiny100'])} and {signed(large['cifar10'] - base['cifar10'])} points.",
-            all(large[cell] > base[cell] for cell in cells_of),
-        ),
-        "Most figures are one seed, and the best of several settings is too high. They are not confirmed on test "
-        "images yet.",
-    ]
-
-
 def ideas() -> dict[str, list[Score]]:
     """Settings by idea, in the order of the rounds."""
     found: dict[str, list[Score]] = {}
@@ -405,7 +351,7 @@ def ideas_table() -> str:
     lines, rows = [], []
     for words, own in ideas().items():
         cells_of = [
-            "; ".join(_tried(score) for score in sorted(own, key=_place) if score.setting.cell == cell)
+            "; ".join(_tried(score) for score in sorted(own, key=place) if score.setting.cell == cell)
             for cell in cells()
         ]
         rounds = {name for score in own for name in score.rounds}
@@ -416,7 +362,8 @@ def ideas_table() -> str:
     return text + "\n" + bullets(_idea_sentences())
 
 
-def _place(score: Score) -> tuple[float, ...]:
+def place(score: Score) -> tuple[float, ...]:
+    """By which settings are sorted in a cell of a table."""
     return -score.setting.form.m, score.setting.decay
 
 

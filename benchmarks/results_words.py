@@ -69,6 +69,15 @@ def difference(scores: Scores, base: Scores) -> Difference:
     return Difference(statistics.fmean(found), quantile * statistics.stdev(found) / len(found) ** 0.5)
 
 
+def compared(what: str, found: Difference, other: str, digits: int = 2) -> str:
+    """`what` beside `other`, as the interval says. `found` is `what` minus `other`."""
+    if found.above or found.below:
+        return f"{what} is {found.size(digits)} points {'above' if found.above else 'below'} {other}"
+    if found.half is None:
+        return f"{what} has {found.shown(digits)} points against {other}, with too few seeds for an interval"
+    return f"{what} cannot be told from {other} ({found.shown(digits)} points)"
+
+
 def signed(points: float, digits: int = 1) -> str:
     text = f"{abs(points):.{digits}f}"
     return text if not float(text) else ("+" if points > 0 else MINUS) + text

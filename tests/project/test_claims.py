@@ -161,14 +161,14 @@ def trials(form: str, m: int, *, phase: bool, rounds: tuple[str, ...]) -> set[st
     return found
 
 
-def confirmed() -> dict[tuple[str, int], list[float]]:
+def confirmed(name: str = "confirm") -> dict[tuple[str, int], list[float]]:
     """Accuracies on the test images of Tiny-ImageNet in population inference, by form and m, in the order of seeds."""
     found: dict[tuple[str, int], dict[int, float]] = {}
-    lines = (ROOT / "trials" / "records" / "confirm.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "trials" / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines):
-        assert row["cell"] == "tiny100", "name the cell in README and results"
-        found.setdefault((row["form"]["kind"], row["form"]["m"]), {})[row["seed"]] = row["test"]["population"]
-    return {key: [scores[seed] for seed in range(5)] for key, scores in found.items()}
+        if row["cell"] == "tiny100" and row["form"]["kind"] in ("batch", "kalman"):
+            found.setdefault((row["form"]["kind"], row["form"]["m"]), {})[row["seed"]] = row["test"]["population"]
+    return {key: [scores[seed] for seed in range(5)] for key, scores in found.items() if len(scores) == 5}
 
 
 def below(base: list[float], other: list[float]) -> tuple[float, float]:
@@ -187,14 +187,31 @@ def test_what_readme_and_results_say_of_the_trials():
     assert f"batch norm at 128 reached {statistics.fmean(by['batch', 128]):.1f} %" in readme
     (two, margin_two), (one, margin_one) = (below(by["batch", 128], by["kalman", m]) for m in (2, 1))
     told = (
-        f"was {two:.1f} ± {margin_two:.1f} points below it at m = 2, and {one:.1f} ± {margin_one:.1f} points at m = 1"
+        f"was {two:.2f} ± {margin_two:.2f} points below it at m = 2, and {one:.2f} ± {margin_one:.2f} points at m = 1"
     )
     assert told in readme
     for key, scores in by.items():
         cells = f"| 5 | {' '.join(f'{each:.1f}' for each in scores)} | {statistics.fmean(scores):.2f} |"
         against = {("kalman", 2): (two, margin_two), ("kalman", 1): (one, margin_one)}.get(key)
         assert (cells if against is None else f"{cells} −{against[0]:.2f} ± {against[1]:.2f} |") in page
-    assert f"{59.84 - 55.2:.1f} points less accurate" in text("docs/should-i-use-it.md")
+    deciding = text("docs/should-i-use-it.md")
+    assert f"{59.84 - 55.2:.1f} points less accurate" in deciding and f"{two:.1f} points less accurate" in deciding
+
+
+def test_what_the_pages_say_of_the_recipe():
+    """Standardized filters against batch norm at 128 with plain filters."""
+    base, found = confirmed()["batch", 128], confirmed("confirm-filters")
+    (two, margin_two), (one, margin_one) = (below(found["kalman", m], base) for m in (2, 1))
+    told = f"{two:.2f} ± {margin_two:.2f} points above it at m = 2, and {one:.2f} ± {margin_one:.2f} points at m = 1"
+    assert told in text("README.md")
+    for m, (points, margin) in {2: (two, margin_two), 1: (one, margin_one)}.items():
+        shown = f"+{points:.2f} ± {margin:.2f} |"
+        cells = f"| 5 | {' '.join(f'{each:.1f}' for each in found['kalman', m])} | "
+        assert f"{cells}{statistics.fmean(found['kalman', m]):.2f} | {shown}" in text("docs/results.md")
+        assert f"m = {m} | 5 | {statistics.fmean(found['kalman', m]):.1f} ± " in text("docs/recipe.md")
+        assert shown in text("docs/recipe.md")
+    deciding = text("docs/should-i-use-it.md")
+    assert f"{two:.1f} points more accurate at m = 2, and {one:.1f} points at m = 1, than batch norm" in deciding
 
 
 def test_how_far_batch_norm_on_groups_of_2_is_below_bkn():

@@ -54,6 +54,10 @@ GIVEN = {
         NET,
         NET + "batches = [(x, torch.tensor([0, 1]))]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
     ],
+    "recipe.md": [
+        NET + "net, steps, images = net(), 50, torch.randn(4, 3, 16, 16)\n"
+        "batches = [(images, torch.tensor([0, 1, 2, 3]))] * steps",
+    ],
     "statistics.md": [
         NET + "model = kalmannorm.convert(model, x)\nloss = F.cross_entropy\n"
         "micro_batches = [(x, torch.tensor([0, 1]))]\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",

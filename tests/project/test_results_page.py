@@ -1,28 +1,37 @@
-"""docs/results.md is what `benchmarks/results_page.py` writes from the records, and no result on it is by hand."""
+"""docs/results.md is what `benchmarks/results_page.py` writes from the records, and no result on it is by hand.
+
+So are the parts of other pages that it writes.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 
 import pytest
 import results_evidence
+import results_filters
 import results_lab
 import results_page
 import results_trials
 import results_words
 from measured import ROOT
-from results_words import Difference, difference, paragraph, said, signed, spread
+from results_words import Difference, compared, difference, paragraph, said, signed, spread
 from scipy import stats
 
 from support.evidence_rows import accuracy, record, records
 from trials.evidence import EVIDENCE, methods
+from trials.forms import Form
+from trials.rounds import ROUNDS
 
 PAGE = results_page.DOCUMENT.read_text(encoding="utf-8")
 
 
-def test_the_page_says_what_the_records_say():
-    assert results_page.written(PAGE) == PAGE, "run python benchmarks/results_page.py"
+@pytest.mark.parametrize("page", results_page.PAGES, ids=lambda page: page.name)
+def test_the_page_says_what_the_records_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert results_page.written(text, page) == text, "run python benchmarks/results_page.py"
 
 
 def test_no_result_is_by_hand():
@@ -34,9 +43,12 @@ def test_no_result_is_by_hand():
     assert told == {"95 %", "0.1", "5e-4"}, "an interval, and the usual learning rate and weight decay"
 
 
-@pytest.mark.parametrize("block", results_page.BLOCKS)
+TABLES = results_page.BLOCKS | results_page.PAGES[results_page.RECIPE]
+
+
+@pytest.mark.parametrize("block", TABLES)
 def test_every_table_names_its_seeds_and_its_origin(block):
-    text = results_page.BLOCKS[block]()
+    text = TABLES[block]()
     if block in ("in short", "the paper", "not run", "when to use what") or "No run has a record yet" in text:
         return
     assert (
@@ -91,6 +103,10 @@ def test_numbers_in_words():
     assert [signed(-0.04), signed(0.25), signed(-1.25, 2)] == ["0.0", "+0.2", "−1.25"]
     assert [spread({3: 61.25}), spread({0: 60.0, 1: 62.0})] == ["61.2", "61.0 ± 1.4"]
     assert said("It holds.", True) == "It holds."
+    assert compared("A", Difference(1.0, 0.5), "B", 1) == "A is 1.0 ± 0.5 points above B"
+    assert compared("A", Difference(-1.0, 0.5), "B") == "A is 1.00 ± 0.50 points below B"
+    assert compared("A", Difference(-0.2, 0.5), "B", 1) == "A cannot be told from B (−0.2 ± 0.5 points)"
+    assert compared("A", Difference(1.0, None), "B", 1).startswith("A has +1.0 points against B, with too few seeds")
     lines = paragraph("x" * 113 + " at m = 2 and so on").splitlines()
     assert lines == ["x" * 113 + " at", "m = 2 and so on"]
 
@@ -117,7 +133,7 @@ def test_every_trial_is_on_the_page():
             rated = (
                 results_trials.is_plain(score.setting.form) and results_trials._kind(score) in results_trials.LEARNED
             )
-            other = score.setting.form.kind in results_trials.OTHERS or score in results_trials.with_filters(cell)
+            other = score.setting.form.kind in results_trials.OTHERS or score in results_filters.with_filters(cell)
             assert score in ideas or rated or other, score.setting
 
 
@@ -135,6 +151,7 @@ def test_references_differ_in_the_idea_alone():
 
 def test_what_was_run_is_not_listed_as_not_run(monkeypatch):
     monkeypatch.setattr(results_page, "NOT_RUN", [("Run.", lambda: True), ("Not run.", lambda: False)])
+    monkeypatch.setattr(results_filters, "missing", list)
     monkeypatch.setattr(results_evidence, "missing", lambda: ["A round."])
     assert results_page.not_run() == "- Not run.\n- A round.\n"
 
@@ -306,3 +323,146 @@ def test_what_the_page_for_deciding_says_of_small_batches():
 
 def test_standard_errors():
     assert results_words.standard_error(50.0, 10_000) == pytest.approx(0.5)
+
+
+FILTERED = ROUNDS["confirm-filters"]
+STANDARDIZED = Form(kind="batch", filters="standardized")
+
+
+@pytest.fixture
+def with_confirmed(monkeypatch):
+    """The page as if BKN on Tiny-ImageNet and these runs were all that has computed filters on test images."""
+    known = [run.key for run in FILTERED if (run.cell, run.form.kind) == ("tiny100", "kalman")]
+    real = [row for row in results_trials.table.records() if row["round"] != "confirm-filters" or row["key"] in known]
+
+    def use(runs, score=accuracy, **changes):
+        rows = [record("confirm-filters", run, test={"population": score(run)}, **changes) for run in runs]
+        monkeypatch.setattr(results_trials.table, "records", lambda: [*real, *rows])
+        results_trials.all_scores.cache_clear()
+
+    use([])
+    yield use
+    monkeypatch.undo()
+    results_trials.all_scores.cache_clear()
+
+
+def runs_of(cell, *forms):
+    """Those of the round, without BKN on Tiny-ImageNet, which has records."""
+    own = [run for run in FILTERED if run.cell == cell and (cell, run.form.kind) != ("tiny100", "kalman")]
+    return [run for run in own if not forms or run.form in forms]
+
+
+def likely(**points):
+    """Accuracies about as high as the real ones, with points for a kind of norm that has computed filters."""
+    bases = {"tiny100": 61.6, "cifar10": 89.0, "cifar100": 65.0}
+
+    def score(run):
+        more = 0 if run.form == Form(kind="batch") else points.get(run.form.kind, 0)
+        return bases[run.cell] + more + 0.1 * (run.seed * run.form.m % 3)
+
+    return score
+
+
+def told_of_filters():
+    """Every text about computed filters, on one line each."""
+    texts = [TABLES[name]() for name in ("in short", "confirmed filters", "measured")] + [results_page.readme()]
+    return [" ".join(text.split()) for text in texts]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 31, len(FILTERED)])
+def test_every_page_is_written_from_a_part_of_the_runs_with_computed_filters(count, with_confirmed):
+    others = ("confirmed", "chosen", "rates and decays", "ideas")
+    before = [TABLES[name]() for name in others]
+    runs = [run for run in FILTERED if run in runs_of(run.cell)]
+    with_confirmed(runs[:count], likely(kalman=1.0))
+    for page in results_page.PAGES:
+        results_page.written(page.read_text(encoding="utf-8"), page)
+    assert [TABLES[name]() for name in others] == before
+    left = len(runs[count:])
+    told = "".join(results_filters.missing())
+    assert told.startswith(f"Computed filters on test images: {left} of {len(FILTERED)} runs") if left else not told
+
+
+def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
+    not_run = "has not been run on test images yet"
+    for text in told_of_filters():
+        assert f"Batch norm at 128 with standardized filters {not_run}. On held-out images it gained" in text
+        assert f"Batch norm on groups of 2 with the same filters and the same phase {not_run}." in text
+        assert "difference to batch norm at 128 with standardized filters" not in text
+    assert "with either norm; batch norm on groups is simpler" in results_page.when()
+    with_confirmed(runs_of("tiny100"), likely(batch=3.0, ghost=-1.0, moving=0.5))
+    for text in told_of_filters():
+        assert not_run not in text
+        assert re.search(r"Batch norm at 128 with standardized filters is 3[\d.]+ ± [\d.]+ points above", text)
+        assert re.search(r"BKN at m = 2 is [\d.]+ ± [\d.]+ points below batch norm at 128 with standardized", text)
+        assert re.search(r"same filters and the same phase is 2[\d.]+ ± [\d.]+ points below BKN at m = 2", text)
+    assert "Moving Average Batch Norm at m = 1 cannot be told from BKN at m = 1" in results_filters.confirm_table()
+    assert "with either norm" not in results_page.when()
+
+
+@pytest.mark.parametrize(
+    ("points", "advice"),
+    [
+        ({"ghost": 4.0}, ["batch norm on groups, with the filters and the phase of [the recipe](recipe.md)", "BKN by"]),
+        ({"ghost": 1.5}, ["[the recipe](recipe.md), with either norm; batch norm on groups is simpler", "BKN by"]),
+        ({"ghost": 4.0, "moving": 5.0}, ["Moving Average Batch Norm", "Moving Average Batch Norm"]),
+        ({}, ["BKN by [the recipe](recipe.md)", "BKN by"]),
+    ],
+    ids=["groups", "either", "moving average", "BKN"],
+)
+def test_advice_follows_the_test_images(points, advice, with_confirmed):
+    with_confirmed(runs_of("tiny100"), likely(**points))
+    _, lines = table_of(results_page.when(), "| m | net and images")
+    two, one = (line for line in lines if line[1] == "ResNet-18, Tiny-ImageNet, test")
+    assert [two[0], one[0]] == ["2", "1"]
+    assert two[-1] == advice[0] and one[-1].startswith(advice[1])
+
+
+def test_the_table_of_computed_filters_has_both_differences(with_confirmed):
+    with_confirmed(runs_of("tiny100"), likely(batch=3.0))
+    headings, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
+    plain, same, *others = lines
+    assert [plain[0], same[0]] == ["batch norm at 128, plain filters", "batch norm at 128, standardized filters"]
+    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 5
+    assert plain[-2:] == ["", ""] and same[-2].startswith("+3.") and same[-1] == ""
+    own = {score.setting.form: score.accuracies() for score in results_trials.on_test_images("tiny100", filters=True)}
+    for line, form in zip(others[:2], (results_filters.RECIPE[m] for m in (2, 1)), strict=True):
+        assert line[0].startswith(f"BKN, m = {form.m}, standardized filters")
+        assert line[-1] == difference(own[form], own[STANDARDIZED]).shown(2)
+        assert line[-2] == difference(own[form], results_trials.tested("tiny100", "batch", 128, phase=False)).shown(2)
+    assert others[-1][0] == "Moving Average Batch Norm, m = 1" and others[-1][-1] == "", "its filters are centred"
+
+
+def test_few_seeds_have_no_interval(with_confirmed):
+    with_confirmed(runs_of("tiny100", STANDARDIZED)[:2], likely())
+    assert all("with too few seeds for an interval" in text for text in told_of_filters())
+
+
+def test_seeds_that_no_other_run_has_make_no_difference(with_confirmed):
+    with_confirmed([dataclasses.replace(run, seed=9) for run in runs_of("tiny100", STANDARDIZED)], likely())
+    _, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
+    assert lines[1][0] == "batch norm at 128, standardized filters" and lines[1][-2:] == ["", ""]
+
+
+def test_runs_that_diverged_are_shown(with_confirmed):
+    with_confirmed(runs_of("tiny100"), likely(), loss=None)
+    _, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
+    assert lines[-1][0] == "Moving Average Batch Norm, m = 1" and lines[-1][2:5] == ["0", "diverged", "–"]
+    for text in told_of_filters():
+        assert "Batch norm at 128 with standardized filters diverged" in text and "same phase diverged" in text
+
+
+def test_a_cell_without_held_out_images_says_nothing_of_them(with_confirmed):
+    with_confirmed([run for run in runs_of("cifar100") if run.form != STANDARDIZED], likely(kalman=1.0))
+    tiny, cifar = results_filters.confirm_table().split("CIFAR Inception on CIFAR-100, 15 epochs")
+    assert "On held-out images" in tiny and "On held-out images" not in cifar
+    assert "2 data sets were measured." in results_filters.recipe_table()
+
+
+@pytest.mark.parametrize("m", [2, 1])
+def test_the_pages_stop_if_the_recipe_is_no_longer_above(m, with_confirmed):
+    form = results_filters.RECIPE[m]
+    with_confirmed([run for run in FILTERED if (run.cell, run.form) == ("tiny100", form)], likely())
+    for block in (results_page.in_short, results_page.when, results_page.readme):
+        with pytest.raises(SystemExit, match="no longer support this sentence"):
+            block()

@@ -1,0 +1,90 @@
+"""docs/recipe.md is the form that was scored on test images."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from test_docs_code import DOCS, GIVEN, blocks
+from torch import nn
+from torch.nn import functional as F
+
+import kalmannorm
+from trials.forms import Form
+from trials.rounds import SHORT
+from trials.table import RECORDS, setting_of
+from trials.training import MOMENTUM
+
+
+def settings():
+    """Those of BKN in the records, by m. The rate, the decay and the batch are those of Tiny-ImageNet."""
+    lines = (RECORDS / "confirm-filters.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [setting_of(row) for row in map(json.loads, lines)]
+    return {each.form.m: each for each in found if (each.cell, each.form.kind) == ("tiny100", "kalman")}
+
+
+@pytest.mark.parametrize("m", [2, 1])
+def test_the_recipe_is_the_form_that_was_confirmed(m):
+    setting = settings()[m]
+    assert setting.form == SHORT[m] and setting.batch == 128
+    (block,) = blocks(DOCS / "recipe.md")
+    assert "statistics_batch_size=2," in block and "# or 1;" in block
+    scope: dict = {}
+    exec(GIVEN["recipe.md"][0], scope)
+    exec(block.replace("statistics_batch_size=2", f"statistics_batch_size={m}"), scope)
+    phase, optimizer, model = scope["phase"], scope["optimizer"], scope["model"]
+    form = setting.form
+    assert (phase.start, phase.end) == form.close and phase.top == form.top and phase.present == 0
+    assert phase.fade_prior == (form.fade == 1) and phase.settled
+    for group in optimizer.param_groups:
+        assert (group["momentum"], group["nesterov"], group["initial_lr"]) == (MOMENTUM, True, setting.rate)
+        assert group["lr"] == pytest.approx(0, abs=1e-12), "it falls to 0"
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {setting.decay, 0}
+    norms = [module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)]
+    assert len(norms) == 2 and {norm.statistics_batch_size for norm in norms} == {m}
+    assert all(norm.closing.fades for norm in norms)
+    images = scope["images"]
+    torch.testing.assert_close(scope["plain"](images), model(images), rtol=1e-3, atol=1e-4)
+    for index in (0, 3):
+        filters = kalmannorm.to_batchnorm(model)[index].weight.flatten(1)
+        torch.testing.assert_close(filters.mean(1), torch.zeros(8), rtol=0, atol=1e-6)
+        torch.testing.assert_close(filters.norm(dim=1), torch.ones(8), rtol=1e-2, atol=0)
+
+
+def net():
+    torch.manual_seed(0)
+    norm = {"eps": 1e-14, "momentum": 0.5}  # so that a factor of the filters is removed, and the past soon forgotten
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6, **norm), nn.ReLU(),
+        nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8, **norm), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [2, 1])
+def test_convert_trains_as_the_form_of_the_trials(m):
+    """The trials have no factor 1 / sqrt(n) in their filters. A whole training gives the same weights."""
+    steps = 120
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 3, 8, 8).double(), torch.randint(3, (8,))) for _ in range(steps)]
+    form = Form(**{**vars(SHORT[m]), "close": (0.4, 0.6)})
+    tried = net()
+    phases = [form.apply(tried, batches[0][0], steps)]
+    model = kalmannorm.convert(net(), batches[0][0], statistics_batch_size=m, weight_standardization=True)
+    phases.append(kalmannorm.ClosingPhase(model, steps, start=0.4, end=0.6, fade_prior=True))
+    for each, phase in zip((tried, model), phases, strict=True):
+        optimizer = torch.optim.SGD(kalmannorm.parameter_groups(each, 1e-3), lr=0.1, momentum=0.9, nesterov=True)
+        for x, target in batches:
+            loss = F.cross_entropy(each(x), target)
+            loss.backward()
+            optimizer.step()
+            phase.step()
+            optimizer.zero_grad()
+        assert phase.settled and math.isfinite(loss.item())
+    x = torch.randn(8, 3, 8, 8).double()
+    torch.testing.assert_close(tried.eval()(x), model.eval()(x), rtol=1e-6, atol=1e-8)
+    for index in (0, 3):
+        weight = dict(model[index].named_parameters())["weight"]
+        torch.testing.assert_close(weight, tried[index].parametrizations.weight.original, rtol=1e-6, atol=1e-8)
