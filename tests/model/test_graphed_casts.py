@@ -33,13 +33,24 @@ def cast_and_two_others(weight, x):
     return cast_and_another(weight, x) + weight.exp().sum()
 
 
+def cast_to_complex(weight, x):
+    return (weight.to(torch.complex64) * (2 + 1j)).abs().square().sum()
+
+
 def no_cast(weight, x):
     return (x.float() @ weight).sum()
 
 
 @pytest.mark.parametrize(
     ("use", "taken"),
-    [(one_cast, True), (cast_and_another, True), (two_casts, False), (cast_and_two_others, False), (no_cast, False)],
+    [
+        (one_cast, True),
+        (cast_and_another, True),
+        (two_casts, False),
+        (cast_and_two_others, False),
+        (cast_to_complex, False),
+        (no_cast, False),
+    ],
 )
 def test_sums_have_the_bits_of_autograd(use, taken):
     torch.manual_seed(0)

@@ -61,10 +61,11 @@ def casts_taken(outputs: Sequence[Tensor]) -> Iterator[dict[int, Tensor]]:
             handle.remove()
 
 
-def _take(taken: dict[int, Tensor], leaf: int, gradients: tuple[Tensor | None, ...]) -> tuple[None]:
+def _take(taken: dict[int, Tensor], leaf: int, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
     (gradient,) = gradients
-    if gradient is not None:
-        taken[leaf] = gradient
+    if gradient is None or gradient.is_complex():  # of a complex gradient the cast keeps the real part
+        return None
+    taken[leaf] = gradient
     return (None,)
 
 
