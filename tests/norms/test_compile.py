@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from kalmannorm import BatchKalmanNorm2d, BatchRenorm2d, GhostBatchNorm2d, freeze_statistics, set_inference
+from kalmannorm import (
+    BatchKalmanNorm2d,
+    BatchRenorm2d,
+    GhostBatchNorm2d,
+    MovingAverageBatchNorm2d,
+    freeze_statistics,
+    set_inference,
+)
 from support.wide import narrow, wide
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
@@ -78,6 +85,12 @@ def test_frozen():
 @pytest.mark.parametrize("kind", [GhostBatchNorm2d, BatchRenorm2d])
 def test_baselines(kind):
     compare(nn.Sequential(nn.Conv2d(3, 4, 3), kind(4, statistics_batch_size=2)), torch.randn(5, 3, 8, 8), "aot_eager")
+
+
+def test_moving_average_corrects_by_statistics_of_before():
+    """r is one of the values that a compiler computes again in the backward, from a buffer that the forward changes."""
+    norm = MovingAverageBatchNorm2d(4, statistics_batch_size=2, real_batch_size=4, warmup_steps=2)
+    compare(nn.Sequential(nn.Conv2d(3, 4, 3), norm).double(), torch.randn(4, 3, 8, 8).double(), "aot_eager", steps=4)
 
 
 def test_dynamic_batch():

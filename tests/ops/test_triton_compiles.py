@@ -20,6 +20,8 @@ pytest.importorskip("triton", minversion="3.3")
 from kalmannorm import Moments, convert
 from kalmannorm._ops import dispatch
 from kalmannorm._ops.filters import triton_together
+from kalmannorm._ops.moving import triton_moving_run
+from kalmannorm._ops.moving.arguments import History, Settings
 from kalmannorm._ops.normalize import tiling, triton_run, triton_settled_run
 from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledGrads, SettledInputs
 from kalmannorm._ops.predict import triton_predict
@@ -91,6 +93,27 @@ def test_a_settled_norm(shape, last, launch, residual, compiled, monkeypatch):
     merged = {"settled_merge_kernel"} if launch[2] > 1 else set()
     assert compiled.keys() == {"settled_forward_kernel", "settled_backward_kernel", "settled_sums_kernel"} | merged
     assert not any("atom" in assembly for assembly in compiled.values())
+
+
+@pytest.mark.parametrize(("shape", "last", "launch", "affine"), CASES.values(), ids=CASES.keys())
+def test_moving_average(shape, last, launch, affine, compiled, monkeypatch):
+    def chosen(shape, _, **how):
+        return (how := tiling.launch_of(shape, *launch))._replace(splits=max(how.splits, 1))
+
+    monkeypatch.setattr(triton_moving_run, "observing", chosen)
+    C = shape[1]
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    seen, past, counts = Moments(*torch.ones(2, 3, C)), torch.ones(15, C), torch.zeros(2, dtype=torch.int64)
+    weight, bias = (torch.ones(C), torch.zeros(C)) if affine else (None, None)
+    history, settings = History(past, torch.ones(C), *counts), Settings(2, 1e-5, 100)
+    _, rows = triton_moving_run.forward(x, weight, bias, seen, history, settings)
+    triton_moving_run.append(past, counts[0], seen)
+    triton_moving_run.backward(x, x, weight, bias, rows, past, settings)
+    own = {f"moving_{name}_kernel" for name in ("forward", "merge", "backward", "push")}
+    assert compiled.keys() == own | {"backward_reduce_kernel"} | ({"sum_over_groups_kernel"} if affine else set())
+    assert not any("atom" in assembly for assembly in compiled.values())
+    assert max(compiled.shared.values()) <= SMALLEST
 
 
 def functions():
@@ -221,9 +244,9 @@ def request(kind, groups, observes, C=200):
 
 
 @pytest.mark.parametrize("groups", [3, 70], ids=["one tile", "several"])
-@pytest.mark.parametrize("kind", narrow(["total", "plain", "sigma"], ["total", "sigma"]))
+@pytest.mark.parametrize("kind", narrow(["total", "plain", "sigma", "first"], ["total", "sigma", "first"]))
 def test_tracking(kind, groups, compiled):
-    triton_one.track(request(kind, groups, observes=kind != "sigma"))
+    triton_one.track(request(kind, groups, observes=kind in ("total", "plain")))
     alone = groups == 3
     assert ("atom.global.gpu.acq_rel" in compiled["track_kernel"]) != alone
 

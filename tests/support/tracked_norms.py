@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kalmannorm import BatchKalmanNorm1d, BatchRenorm1d, GhostBatchNorm1d, Moments
+from kalmannorm import BatchKalmanNorm1d, BatchRenorm1d, GhostBatchNorm1d, Moments, MovingAverageBatchNorm1d
 from support.poisoned import DEVICE
 
 NORMS = {
@@ -13,6 +13,7 @@ NORMS = {
     "plain variances": lambda C, **options: GhostBatchNorm1d(C, total_variance=False, **options),
     "cumulative": lambda C, **options: GhostBatchNorm1d(C, momentum=None, **options),
     "renorm": lambda C, **options: BatchRenorm1d(C, warmup_steps=1, r_steps=3, d_steps=3, **options),
+    "moving average": MovingAverageBatchNorm1d,
 }
 
 

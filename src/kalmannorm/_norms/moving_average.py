@@ -21,20 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import Proxy
-from torch.nn import functional as F
 
-from kalmannorm._groups import expand_groups, group_size, mean_groups, statistics_dtype
 from kalmannorm._norms.distributed import ProcessGroupChoice
 from kalmannorm._norms.grouped import GroupedNorm, Inference, recomputing
-from kalmannorm._ops.dispatch import transformed
+from kalmannorm._ops.dispatch import moving_kernels_for, on_device_of, transformed
+from kalmannorm._ops.moving.arguments import History, Rows, Settings
 from kalmannorm._ops.normalize import exportable
+from kalmannorm._ops.normalize.registered import memory_format_of, watched
+from kalmannorm._ops.snapshot import snapshot
+from kalmannorm._ops.track.request import Kind
 from kalmannorm._support.activation_checkpoints import first_seen
 from kalmannorm._support.checks import positive_int
 from kalmannorm._support.tracing import leaf
 from kalmannorm.functional import observe
 from kalmannorm.moments import Moments
-
-R_MAX = 5.0
 
 
 class MovingAverageBatchNorm(GroupedNorm):
@@ -129,22 +129,21 @@ class MovingAverageBatchNorm(GroupedNorm):
     ) -> tuple[Tensor, Moments, Moments]:
         if transformed():
             raise RuntimeError("MovingAverageBatchNorm has a backward that torch.func cannot transform; call eval()")
+        size = self.statistics_batch_size
+        settings = Settings(size or 0, self.eps, self.warmup_steps)
+        x = x.contiguous(memory_format=memory_format_of(x))
         with torch.no_grad():
-            seen = observe(x, self.statistics_batch_size, join_last=False)
-            squares = seen.var + seen.mean.square()
+            seen = observe(x, size, join_last=False)
             # This forward changes what it reads. Its recomputation must read the old values.
-            past, running, groups, batches = first_seen(self, self._history)
-            own = (groups < self.window) | (batches == 0)
-            moving = torch.where(own, squares, windowed(past, squares))
-            rho = (moving + self.eps).rsqrt()
-            r = (1 / rho * (running + self.eps).rsqrt()).clamp(1 / R_MAX, R_MAX)
-            r = torch.where(batches < self.warmup_steps - 1, torch.ones_like(r), r)
-        size = group_size(x.shape[0], self.statistics_batch_size)
-        y = _Normalized.apply(x, self.weight, self.bias, rho, r, own, self.past_gradients, size)  # type: ignore[no-untyped-call]
+            history = History(*snapshot(first_seen(self, self._history)))
+            kernels = moving_kernels_for(x, settings.size, *history[:2], self.past_gradients)
+        y, mean, moving = _Normalized.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, kernels, seen, history, self.past_gradients, settings
+        )
         if not recomputing() and "_track" not in vars(self):  # `recalibrate` replaces `_track`
-            moved = push(self.past_squares, squares)
-            self.groups_seen.add_(moved * len(squares))
-        moments = Moments(torch.zeros_like(moving), moving)
+            with torch.no_grad(), on_device_of(x):
+                kernels.append(self.past_squares, self.groups_seen, seen)
+        moments = Moments(mean, moving)
         return exportable.finish(y, residual, relu), moments, moments
 
     def _history(self) -> tuple[Tensor, ...]:
@@ -152,8 +151,8 @@ class MovingAverageBatchNorm(GroupedNorm):
         assert running is not None and batches is not None
         return self.past_squares, running, self.groups_seen, batches
 
-    def _launch(self, rows: Tensor) -> None:
-        """No kernel: the first batch has a weight of 1."""
+    def _averages(self) -> Kind:
+        return "first"
 
     def _updated(self, population: Moments, alpha: Tensor | float) -> Moments:
         assert self.num_batches_tracked is not None and self.running_mean is not None
@@ -167,64 +166,33 @@ class MovingAverageBatchNorm(GroupedNorm):
         return [f"real_batch_size={self.real_batch_size}"]
 
 
-def windowed(past: Tensor, rows: Tensor) -> Tensor:
-    """Averages of each row, the rows before it and past rows: (K - 1, C) and (G, C) -> (G, C), over K rows each."""
-    window = len(past) + 1
-    return F.avg_pool1d(torch.cat([past, rows]).t().unsqueeze(0), window, 1)[0].t()
-
-
-@torch.no_grad()
-def push(past: Tensor, rows: Tensor) -> Tensor:
-    """Append rows to the past, in place, and drop as many. Not if one of them is NaN or Inf. Returns whether it did."""
-    finite = torch.isfinite(rows).all()
-    joined = torch.cat([past, rows])
-    past.copy_(torch.where(finite, joined[len(rows) :], past))
-    return finite
-
-
 class _Normalized(torch.autograd.Function):
-    """y, with the gradient of the definition. The backward appends to `past`, the means of g z."""
+    """y, and the rows of the posterior, with the gradient of the definition. The backward changes `past`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rho: Tensor, r: Tensor, own: Tensor,
-        past: Tensor, size: int,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, rho, r, own)
-        ctx.past, ctx.size = past, size
-        gamma = 1 if weight is None else weight.to(rho.dtype)
-        y = x * _rows(gamma * r * rho, x, size)
-        if bias is not None:
-            y = y + bias.to(rho.dtype).view(1, -1, *(1,) * (x.dim() - 2))
-        return y.to(x.dtype)
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Any, seen: Moments, history: History,
+        past: Tensor, settings: Settings,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        with on_device_of(x):
+            y, rows = kernels.forward(x, weight, bias, seen, history, settings)
+        ctx.save_for_backward(x, weight, bias, *rows)
+        ctx.kernels, ctx.past, ctx.settings = kernels, past, settings
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(rows.mean, rows.moving)
+        return y, rows.mean, rows.moving
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, rho, r, own = ctx.saved_tensors
-        over = tuple(range(2, x.dim()))
-        grad = grad.to(statistics_dtype(x))
-        products = grad * x
-        by_example = products.mean(over) if over else products  # (N, C)
-        gamma = 1 if weight is None else weight.to(rho.dtype)
-        step = gamma * r * rho
-        means = step * mean_groups(by_example, ctx.size)
-        average = torch.where(own, means, windowed(ctx.past.to(means.dtype), means))
-        push(ctx.past, means.to(ctx.past.dtype))
-        dx = grad * _rows(step, x, ctx.size) - x * _rows(rho.square() * average, x, ctx.size)
-        d_weight = d_bias = None
-        positions = x[0, 0].numel()
-        if weight is not None:
-            scaled = by_example * expand_groups(r * rho, len(x), ctx.size)
-            d_weight = (positions * scaled.sum(0)).to(weight.dtype)
-        if bias is not None:
-            d_bias = grad.sum((0, *over)).to(bias.dtype)
-        return dx.to(x.dtype), d_weight, d_bias, None, None, None, None, None
-
-
-def _rows(rows: Tensor, x: Tensor, size: int) -> Tensor:
-    """A row of each group for its examples, in the shape of x."""
-    return expand_groups(rows, len(x), size).view(len(x), -1, *(1,) * (x.dim() - 2))
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 8
+        x, weight, bias, *rows = ctx.saved_tensors
+        kernels = moving_kernels_for(x, ctx.settings.size, ctx.past) if watched(x) else ctx.kernels
+        grad = grad.contiguous(memory_format=memory_format_of(x))
+        with on_device_of(x):
+            found = kernels.backward(grad, x, weight, bias, Rows(*rows), ctx.past, ctx.settings)
+        return *found, None, None, None, None, None
 
 
 class MovingAverageBatchNorm1d(MovingAverageBatchNorm, nn.BatchNorm1d):

@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from kalmannorm._groups import group_count, group_size
+from kalmannorm._ops.moving import aten_moving
 from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
 from kalmannorm._ops.normalize.aten_learned import AtenLearned
 from kalmannorm._ops.normalize.aten_rows import AtenRows
@@ -60,6 +61,16 @@ def settled_kernels_for(x: Tensor, statistics_batch_size: int) -> ModuleType:
     from kalmannorm._ops.normalize import triton_settled_run
 
     return triton_settled_run
+
+
+def moving_kernels_for(x: Tensor, statistics_batch_size: int, *buffers: Tensor) -> ModuleType:
+    """A module with the functions of `aten_moving`. Its kernels read these buffers. They are no registered ops."""
+    plain = type(x) is not Tensor or x.device.type != "cuda" or not _read_by_kernels(*buffers)
+    if plain or buffers[0].device != x.device or kernels_for(x, statistics_batch_size) is aten:
+        return aten_moving
+    from kalmannorm._ops.moving import triton_moving_run
+
+    return triton_moving_run
 
 
 def row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:

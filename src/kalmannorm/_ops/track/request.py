@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kalmannorm.moments import Moments
 
-Kind: TypeAlias = Literal["total", "plain", "sigma"]
-"""The quantity that running statistics average: total variances, plain variances or standard deviations."""
+Kind: TypeAlias = Literal["total", "plain", "sigma", "first"]
+"""The quantity that running statistics average: total variances, plain variances or standard deviations. "first": total
+variances, and the first batch sets them."""
 
 
 BUFFERS = (

@@ -14,9 +14,10 @@ import triton.language as tl
 
 from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
-TOTAL, PLAIN, SIGMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA}
-"""The quantity that is pooled and averaged: total variances, plain variances, or (Batch Renorm) standard deviations."""
+TOTAL, PLAIN, SIGMA, FIRST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+KINDS = {"total": TOTAL, "plain": PLAIN, "sigma": SIGMA, "first": FIRST}
+"""The quantity that is pooled and averaged: total variances, plain variances, or (Batch Renorm) standard deviations.
+FIRST (Moving Average Batch Norm): total variances, and the first batch has a weight of 1."""
 BAD = tl.constexpr(1 << 16)
 """A program that found a value that is not finite adds this to the count of finished programs."""
 
@@ -36,11 +37,11 @@ def load_groups(rows_ptr, group, G, C, channel):
 @triton.jit
 def spread_of(mean, var, average, eps, KIND: tl.constexpr):
     """The quantity that is averaged for the variance."""
-    if KIND == TOTAL:
-        away = mean - average[None, :]
-        var += away * away
     if KIND == SIGMA:
         var = tl.sqrt(var + eps)
+    elif KIND != PLAIN:
+        away = mean - average[None, :]
+        var += away * away
     return var
 
 
@@ -83,7 +84,7 @@ def updated(mean, var, new_mean, new_var, alpha, eps, KIND: tl.constexpr):
         sigma += alpha * (tl.sqrt(new_var + eps) - sigma)
         to = sigma * sigma - eps
         return mean + alpha * step, tl.where(to < 0.0, 0.0, to)
-    if KIND == TOTAL:
+    if KIND != PLAIN:
         new_var += (1.0 - alpha) * step * step
     return mean + alpha * step, var + alpha * (new_var - var)
 
@@ -144,6 +145,8 @@ def track_block(
     total = tl.where(seen > 0, seen, batches * values) + values
     cumulative = (values * 1.0) / total.to(tl.float32)
     alpha = cumulative if CUMULATIVE else momentum
+    if KIND == FIRST:
+        alpha = tl.where(batches == 0, 1.0, alpha)
     mean, var = updated(mean, var, new_mean, new_var, alpha, eps, KIND)
     bad = broken(mean, var, in_c)
     if OBSERVES:
