@@ -2,6 +2,7 @@
 
     python -m trials --round first --cell cifar10     one round of one cell
     python -m trials --round sizes ablations          these rounds, every cell of them
+    python -m trials --round small small-edges        small-edges and small-seeds follow from the records so far
     python -m trials --queue                          all rounds of evidence.py, the most telling runs first
     python -m trials --queue --list                   only print what is left to do
     python -m trials --queue --dry                    build every run and train it for a few steps on made-up images
@@ -30,7 +31,9 @@ from typing import Any
 
 import torch
 
+from trials import table
 from trials.cells import BATCH, CELLS, Cell, Data, absent, load, made_up
+from trials.chosen import FOLLOWING
 from trials.evidence import QUEUE
 from trials.rounds import ROUNDS
 from trials.training import Run, Training, train
@@ -43,7 +46,7 @@ DRY_STEPS, DRY_BATCH = 2, 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--round", choices=ROUNDS, nargs="+")
+    chosen.add_argument("--round", choices=[*ROUNDS, *FOLLOWING], nargs="+")
     chosen.add_argument("--queue", action="store_true", help="the rounds of trials/evidence.py, by importance")
     parser.add_argument("--cell", choices=CELLS, nargs="+", help="every cell unless given")
     parser.add_argument("--match", default="", help="a regular expression: only runs whose key contains it")
@@ -56,24 +59,49 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only print the keys of the runs that are left to do")
     parser.add_argument("--dry", action="store_true", help="a few steps on made-up images, without records")
     arguments = parser.parse_args()
-    runs = QUEUE if arguments.queue else [(name, run) for name in arguments.round for run in ROUNDS[name]]
-    waiting = left(runs, arguments.cell, arguments.match, arguments.records)
-    if arguments.list:
-        for name, run in waiting:
-            print(f"{name}: {run.key}")
-        print(f"{len(waiting)} runs to do")
-    elif arguments.dry:
-        short = {
-            small(run): run.key for _, run in reversed(waiting)
-        }  # runs that differ in m or a rate may be equal here
-        for run, key in reversed(short.items()):
-            begun = time.perf_counter()
-            loss = dry(run)["loss"]
-            print(f"{key}: loss {loss:.3f} in {time.perf_counter() - begun:.1f} s", flush=True)
-        print(f"{len(short)} different runs of {len(waiting)}")
-    else:
-        torch.backends.cudnn.benchmark = True  # shapes are constant
-        Queue(arguments).work(waiting)
+    torch.backends.cudnn.benchmark = True  # shapes are constant
+    queue = Queue(arguments)
+    for names in [None] if arguments.queue else parts(arguments.round):
+        runs = QUEUE if names is None else [(name, run) for name in names for run in runs_of(name, arguments.records)]
+        waiting = left(runs, arguments.cell, arguments.match, arguments.records)
+        if arguments.list:
+            tell(waiting)
+        elif arguments.dry:
+            try_out(waiting)
+        else:
+            queue.work(waiting)
+
+
+def parts(names: Iterable[str]) -> list[list[str]]:
+    """The rounds in the order in which they run. Before a round that follows from records, the others must be over."""
+    found: list[list[str]] = []
+    for name in names:
+        if not found or name in FOLLOWING:
+            found.append([])
+        found[-1].append(name)
+    return found
+
+
+def runs_of(name: str, records: Path) -> list[Run]:
+    if name in ROUNDS:
+        return ROUNDS[name]
+    rows = table.records()
+    return FOLLOWING[name](rows if records == table.RECORDS else [*rows, *table.records(records)])
+
+
+def tell(waiting: list[tuple[str, Run]]) -> None:
+    for name, run in waiting:
+        print(f"{name}: {run.key}")
+    print(f"{len(waiting)} runs to do")
+
+
+def try_out(waiting: list[tuple[str, Run]]) -> None:
+    short = {small(run): run.key for _, run in reversed(waiting)}  # runs that differ in m or a rate may be equal here
+    for run, key in reversed(short.items()):
+        begun = time.perf_counter()
+        loss = dry(run)["loss"]
+        print(f"{key}: loss {loss:.3f} in {time.perf_counter() - begun:.1f} s", flush=True)
+    print(f"{len(short)} different runs of {len(waiting)}")
 
 
 def left(
@@ -103,7 +131,7 @@ def dry(run: Run) -> dict[str, Any]:
     """Scores and loss of a small run after a few steps on made-up images."""
     cell, device = CELLS[run.cell], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = run.batch or BATCH
-    data = made_up(cell, 2 * DRY_STEPS * batch, device, test=run.test, both=run.both)
+    data = made_up(cell, max(2 * DRY_STEPS * batch, 40), device, test=run.test, both=run.both)
     data = dataclasses.replace(data, train=data.train[: DRY_STEPS * batch])
     training = Training(run, cell, data, graph=device.type == "cuda")
     train([training])
@@ -114,13 +142,13 @@ def dry(run: Run) -> dict[str, Any]:
 
 
 class Queue:
-    """Runs of one cell and one split of the images, side by side, until nothing is left or time is over."""
+    """Runs of one cell, one split of the images and one batch, side by side, until nothing is left or time is over."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.perf_counter()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.loaded: dict[tuple[str, bool, bool], Data] = {}
-        self.took: dict[str, float] = {}  # by cell: seconds per run of the last batch
+        self.took: dict[Any, float] = {}  # by cell and images per step: seconds per run of the last batch
 
     def work(self, waiting: list[tuple[str, Run]]) -> None:
         print(f"{len(waiting)} runs to do", flush=True)
@@ -130,7 +158,7 @@ class Queue:
         waiting = [(name, run) for name, run in waiting if not packs[run]]
         while waiting:
             batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])]
-            batch = batch[: min(self.arguments.together, self._fitting(waiting[0][1].cell))]
+            batch = batch[: min(self.arguments.together, self._fitting(waiting[0][1]))]
             waiting = [each for each in waiting if each not in batch]
             try:
                 if not batch:
@@ -144,9 +172,9 @@ class Queue:
         budget: float = self.arguments.budget
         return budget - (time.perf_counter() - self.start)
 
-    def _fitting(self, cell: str) -> int:
-        """How many runs of this cell are likely to end in time. Another machine could not go on with the others."""
-        remaining, took = self._remaining(), self.took.get(cell)
+    def _fitting(self, run: Run) -> int:
+        """How many runs like this are likely to end in time. Another machine could not go on with the others."""
+        remaining, took = self._remaining(), self.took.get((run.cell, run.batch))
         if took is None or math.isinf(remaining):
             return self.arguments.together  # type: ignore[no-any-return]
         return max(int(remaining / took), 0)
@@ -176,7 +204,7 @@ class Queue:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
             self._place(training.run).unlink(missing_ok=True)
-        self.took[cell.name] = (time.perf_counter() - begun) / len(batch)
+        self.took[cell.name, batch[0][1].batch] = (time.perf_counter() - begun) / len(batch)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
 
     def _data(self, cell: Cell, run: Run) -> Data:
@@ -211,8 +239,8 @@ class Queue:
         print(f"{name}: {record['key']}: {scored} loss {record.get('loss')}", flush=True)
 
 
-def _split(run: Run) -> tuple[str, bool, bool]:
-    return run.cell, run.test, run.both
+def _split(run: Run) -> tuple[Any, ...]:
+    return run.cell, run.test, run.both, run.batch
 
 
 def _outcome(training: Training) -> dict[str, Any]:

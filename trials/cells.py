@@ -7,6 +7,7 @@ are only used to confirm what was chosen.
 | --- | --- | --- |
 | `cifar10`, `cifar100` | CIFAR Inception, the paper's | CIFAR-10, CIFAR-100 |
 | `cifar10-wide`, `cifar100-wide` | the same, widened to the parameters of BKN learned | the same |
+| `cifar10-small` | CIFAR Inception | 4,000 training images of CIFAR-10, for batches of 1 to 4 |
 | `cifar10-resnet32` | ResNet-32 of the authors' code | CIFAR-10 |
 | `tiny100` | ResNet-18 | 100 classes of Tiny-ImageNet |
 | `tiny100-inception` | BN-Inception, in the role of the paper's Inception-v2 | the same |
@@ -48,6 +49,8 @@ class Cell:
     epochs: int
     rate: float = 0.1
     decay: float = 5e-4
+    count: int | None = None
+    """Images to train on, the same in every run. None: all."""
 
     @property
     def packs(self) -> tuple[str, ...]:
@@ -96,6 +99,7 @@ CELLS = {
     "cifar100": Cell("cifar100", "cifar100", lambda: CifarInception(100), 32, 4, 15),
     "cifar10-wide": Cell("cifar10-wide", "cifar10", lambda: _wide(10), 32, 4, 15),
     "cifar100-wide": Cell("cifar100-wide", "cifar100", lambda: _wide(100), 32, 4, 15),
+    "cifar10-small": Cell("cifar10-small", "cifar10", lambda: CifarInception(10), 32, 4, 4, count=4000),
     "cifar10-resnet32": Cell("cifar10-resnet32", "cifar10", lambda: CifarResNet(32, 10), 32, 4, 15),
     "tiny100": Cell("tiny100", "tiny100", _resnet18, 64, 8, 15),
     "tiny100-inception": Cell("tiny100-inception", "tiny100", lambda: BNInception(100), 64, 8, 15),
@@ -141,6 +145,17 @@ def split(
     scale, shift = (1 / std).view(1, 3, 1, 1), (-mean / std).view(1, 3, 1, 1)
     tensors = train, train_labels, held, held_labels, scale, shift, *(tested or ())
     return Data(*(tensor.to(device) for tensor in tensors))
+
+
+def subset(labels: Tensor, count: int | None) -> Tensor:
+    """The numbers of `count` images, with the same share of each class, in random order. None: of all, in order."""
+    if count is None or count >= len(labels):
+        return torch.arange(len(labels))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    by_class = order[labels.cpu()[order].argsort(stable=True)]
+    spread = torch.linspace(0, len(labels) - 1, count).round().long()
+    chosen: Tensor = by_class[spread]
+    return chosen
 
 
 def made_up(cell: Cell, count: int, device: torch.device, *, test: bool = False, both: bool = False) -> Data:

@@ -43,8 +43,10 @@ class Form:
     m: int = 128
     real: int = 32
     """For `moving`: the batch that it imitates."""
-    filters: Literal["plain", "centred", "standardized"] = "plain"
-    """Whether the filters of convolutions are centred or standardized. `standardized` and `moving` do it anyway."""
+    filters: Literal["plain", "centred", "standardized", "scaled"] = "plain"
+    """Whether the filters of convolutions are centred or standardized. `standardized` and `moving` do it anyway.
+    "scaled", for `kalman` and `ghost`: the library's `weight_standardization`, which also divides by the root of the
+    number of inputs. It takes fewer launches."""
     transition: Literal["weights", "learned"] = "weights"
     """For `kalman`: what computes the prior. "learned" is the paper's."""
     gain: float | None = None
@@ -77,7 +79,8 @@ class Form:
     alpha: float = 0.1
     """For `time`: momentum of the moving moments, per step."""
     gradient_alpha: float | None = None
-    """For `time`: momentum of ā and c̄; None is `alpha`."""
+    """For `time`: momentum of ā and c̄; None is `alpha`. For `closing` with `means` "average": that of the averages of
+    gradients; None is the library's 0.1."""
     top: float = 1.0
     """For `time` and `closing`: λ at the end of its rise."""
     ramp: tuple[float, float] = (0.05, 0.25)
@@ -107,7 +110,7 @@ class Form:
 
     def apply(self, model: nn.Module, example: Tensor, steps: int) -> Time | kalmannorm.ClosingPhase | None:
         """Convert the model in place. Some forms also return an object that the training loop has to call."""
-        if self.filters != "plain":
+        if self.filters in ("centred", "standardized"):
             _compute_filters(model, {"centred": centred, "standardized": standardized}[self.filters])
         size: dict[str, Any] = {"statistics_batch_size": self.m}
         if self.momentum is not None:
@@ -130,13 +133,18 @@ class Form:
             kalmannorm.convert(model, example, to="renorm", inplace=True, **size, **schedule)
             return None
         size["total_variance"] = self.total
+        if self.filters == "scaled":
+            size["weight_standardization"] = True
         if self.uses_depth:
             self._filter(model, example, size)
         else:
             kalmannorm.convert(model, example, to="ghost", inplace=True, **size)
         if self.closing and self.means == "average":
             start, end = self.close
-            return kalmannorm.ClosingPhase(model, steps, start=start, end=end, top=self.top, fade_prior=self.fade == 1)
+            momentum = {} if self.gradient_alpha is None else {"momentum": self.gradient_alpha}
+            return kalmannorm.ClosingPhase(
+                model, steps, start=start, end=end, top=self.top, fade_prior=self.fade == 1, **momentum
+            )
         if self.kind == "time" or self.closing:
             return Time(self, [module for module in model.modules() if isinstance(module, GroupedNorm)])
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from trials.evidence import EVIDENCE
 from trials.forms import Form
+from trials.small import RATE_RUNS
 from trials.training import Run
 
 BATCH = Form(kind="batch")
@@ -286,5 +287,6 @@ ROUNDS = {
     "peers": [dataclasses.replace(run, cell=cell) for cell in ("tiny100", "cifar10", "cifar100") for run in PEERS],
     "confirm": [dataclasses.replace(run, cell="tiny100") for run in CONFIRM] + CONFIRM_CIFAR10,
     **EVIDENCE,
+    "small": RATE_RUNS,
     "smoke": [Run(cell, form, epochs=1) for cell in ("cifar10", "tiny100") for form in FIRST[:6]],
 }

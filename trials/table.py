@@ -136,7 +136,7 @@ def described(form: Form, *, size: bool = True) -> str:
     kind = KINDS[form.kind].replace("BKN", "BKN learned" if form.transition == "learned" else "BKN")
     words = [kind.format(m=form.m) if size else kind.removesuffix(", m = {m}").removesuffix(" of {m}")]
     if form.filters != "plain":
-        words.append(f"{form.filters} filters")
+        words.append(f"{'standardized and scaled' if form.filters == 'scaled' else form.filters} filters")
     if form.level != usual.level:
         words.append(
             {"drift": "moved by the drift of the depth prior", "mixture": "mixed with the depth prior"}[form.level]
@@ -211,15 +211,18 @@ def scoreboard(cell: str, *, test: bool = False, rows: Iterable[Row] | None = No
     return lines
 
 
+def columns(lines: list[list[str]]) -> list[str]:
+    """Lines of cells as text."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", choices=CELLS, required=True)
     parser.add_argument("--test", action="store_true", help="settings that were scored on test images")
     arguments = parser.parse_args()
-    lines = scoreboard(arguments.cell, test=arguments.test)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print("\n".join(columns(scoreboard(arguments.cell, test=arguments.test))))
 
 
 if __name__ == "__main__":

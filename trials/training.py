@@ -1,7 +1,8 @@
-"""Trains several networks in parallel on one GPU. Each step of each network is one CUDA graph, on a stream per network.
+"""Trains several networks in parallel on one GPU. The steps of each network are CUDA graphs, on a stream per network.
 
 All inputs of a step are on the device: images, the order of the epochs, crops and flips, the learning rate and λ of
-every step, and the number of the step. So a step is one replay, and the streams fill the gaps of each other.
+every step, and the number of the step. So a step is one replay, and the streams fill the gaps of each other. With small
+batches a replay is several steps, because Python would be too slow for single ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.utils import parametrize
 import kalmannorm
 from kalmannorm._norms.grouped import Inference
 from kalmannorm.lab.data.resident import crop_and_flip
-from trials.cells import BATCH, Cell, Data
+from trials.cells import BATCH, Cell, Data, subset
 from trials.forms import Form, Time
 
 MOMENTUM = 0.9
@@ -36,6 +37,13 @@ SAVED_EVERY = 120.0
 """Seconds between saves of running trainings."""
 LOOKED_EVERY = 200
 """Steps between looks at the clock. A look waits for the GPU."""
+MOST_STEPS = 8
+"""The most steps of one graph. To capture a graph takes about as long as its steps without one."""
+
+
+def steps_per_graph(batch: int) -> int:
+    return max(1, min(MOST_STEPS, 16 // batch))
+
 
 State = dict[str, Any]
 
@@ -89,15 +97,18 @@ class Training:
         torch.manual_seed(run.seed)
         self.model = cell.net().to(device, memory_format=torch.channels_last)
         self.epochs = epochs = cell.epochs if run.epochs is None else run.epochs
-        count = len(data.train)
-        per_epoch = count // batch
+        chosen = subset(data.train_labels[: len(data.train)], cell.count)
+        count = len(chosen)
+        self.per_epoch = per_epoch = count // batch
         self.steps = epochs * per_epoch
         example = data.prepared(data.train[: 2 * batch : 2])
+        self.several = steps_per_graph(batch)
         helper = run.form.apply(self.model, example, self.steps)
         self.phase = helper if isinstance(helper, kalmannorm.ClosingPhase) else None
         self.time = None if isinstance(helper, kalmannorm.ClosingPhase) else helper
         order = [
-            torch.randperm(count, generator=rng)[: per_epoch * batch].view(per_epoch, batch) for _ in range(epochs)
+            chosen[torch.randperm(count, generator=rng)][: per_epoch * batch].view(per_epoch, batch)
+            for _ in range(epochs)
         ]
         self.order = torch.cat(order).to(device)
         moves = torch.randint(0, 2 * cell.padding + 1, (self.steps, batch, 3), generator=rng, dtype=torch.uint8)
@@ -119,28 +130,58 @@ class Training:
         self.marks = {-(-part * self.steps // run.evaluations) for part in range(1, run.evaluations + 1)}
         self.reached: list[tuple[int, float]] = []
         """Steps and accuracies in %, in population inference."""
+        self._plan_phase()
         if saved is not None:
             self._restore(saved)
         self.stream: Any = torch.cuda.Stream() if graph else None
         self.graph = self._captured() if graph else None
 
+    def _plan_phase(self) -> None:
+        """λ of every step on the device, and the steps after which the norms run in another way."""
+        self.turns, phase = set[int](), self.phase
+        if phase is None:
+            return
+        strengths, ways = [], []
+        for done in range(self.steps + 1):
+            phase.done = done
+            strengths.append(phase.strength)
+            ways.append((phase.begun, phase.settled))
+        phase.done = 0
+        self.strengths = torch.tensor(strengths, device=self.at.device)
+        self.turns = {done for done in range(1, self.steps + 1) if ways[done] != ways[done - 1]}
+
     def step(self) -> None:
-        if self.graph is None:
-            self._step()
-        else:
-            with torch.cuda.stream(self.stream):
+        """One replay: several steps, or one where something happens before they would be over."""
+        stops = self.turns | self.marks | {self.steps}
+        count = 1 if self.graph is None else self.several
+        if any(self.done + number in stops for number in range(1, count)):
+            count = 1
+        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            if self.graph is None or count < self.several:
+                self._step()
+            else:
                 self.graph.replay()
-        self.done += 1
+        self.done += count
         if self.phase is not None:
-            before = len(self._probes()), self.phase.settled
-            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                self.phase.step()
-            if self.graph is not None and (len(self._probes()), self.phase.settled) != before:
-                self.graph = self._captured()  # the norms run in another way from now on
+            self.phase.done = self.done
+            if self.done in self.turns:
+                with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                    self.phase._set_strength()
+                if self.graph is not None and self.done < self.steps:
+                    self.graph = self._captured()  # the norms run in another way from now on
         if self.done in self.marks:
             if self.stream is not None:
                 self.stream.synchronize()
             self.reached.append((self.done, self._scored("population", self.data.held, self.data.held_labels)))
+
+    def _move_phase(self, at: Tensor) -> None:
+        """`ClosingPhase.step` with λ from the device, so that a graph can contain it."""
+        if self.phase is None:
+            return
+        strength = self.strengths[at + 1].view(())
+        for states in self.phase._states():
+            self.phase._update(states)
+            torch._foreach_copy_([state.strength for state in states], [strength] * len(states))
 
     def _probes(self) -> list[Tensor]:
         """Tensors whose gradients the closing phase collects."""
@@ -179,6 +220,7 @@ class Training:
                 torch._foreach_add_(mine, velocity, alpha=MOMENTUM)  # Nesterov
                 torch._foreach_mul_(mine, -self.rate * falling)
                 torch._foreach_add_(params, mine)
+            self._move_phase(at)
             self.losses.index_copy_(0, at, loss.detach().view(1))
             self.at.add_(1)
 
@@ -200,7 +242,8 @@ class Training:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
-            self._step()
+            for _ in range(self.several):
+                self._step()
         with torch.no_grad():
             for tensor, value in zip(self._state(), before, strict=True):
                 tensor.copy_(value)
@@ -279,8 +322,9 @@ class Training:
         return round(100 * right / len(images), 2)
 
     def _batches(self) -> Iterator[Tensor]:
-        """Training images as they are, in the order of the first epoch."""
-        for chosen in self.order[: min(RECALIBRATION // self.batch, len(self.order))]:
+        """Training images as they are, in the order of the first epoch. Small batches are joined."""
+        first = self.order[: self.per_epoch].flatten()[:RECALIBRATION]
+        for chosen in first.split(max(self.batch, BATCH)):
             yield self.data.prepared(self.data.train[chosen])
 
     def _forwarded(self, model: nn.Module, images: Tensor) -> None:
