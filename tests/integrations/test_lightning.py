@@ -128,12 +128,16 @@ def close(tmp_path, more=(), path=None, **options):
 
 
 def test_options_of_the_closing_phase():
-    callback = KalmanCallback(statistics_batch_size=2, closing={"start": 0, "end": 0, "present": 0.5})
+    closing = {"start": 0, "end": 0, "present": 0.5, "fade_prior": True}
+    callback = KalmanCallback(statistics_batch_size=2, closing=closing)
     model = kalmannorm.convert(net(), Classifier.example_input_array, statistics_batch_size=2)
     callback.following.begin(model, 10, 0)
-    assert (callback.following.phase.strength, callback.following.phase.present) == (1, 0.5)
+    phase = callback.following.phase
+    assert (phase.strength, phase.present, phase.fade_prior) == (1, 0.5, True)
     with pytest.raises(ValueError, match="no option 'begin'; it takes start, end, top"):
         KalmanCallback(closing={"begin": 0})
+    with pytest.raises(ValueError, match=r"start <= end <= 1, got start=0\.6, end=0\.3"):
+        KalmanCallback(closing={"start": 0.6, "end": 0.3})
 
 
 @pytest.mark.parametrize("parts", [1, 3])

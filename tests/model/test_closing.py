@@ -658,3 +658,24 @@ def test_gains_get_gradients_whichever_norm_takes_the_long_way():
     y = checkpoint(model[:4], x, use_reentrant=False)
     model[4:](y).sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "gain" in name)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"start": "a"}, ValueError, "start must be a share"),
+        ({"start": 0.6, "end": 0.3}, ValueError, "end must be at least"),
+        ({"fade_prior": "yes"}, TypeError, "fade_prior must be True or False, got 'yes'"),
+    ],
+)
+def test_wrong_options_are_named(options, kind, message):
+    model = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8))
+    with pytest.raises(kind, match=message):
+        ClosingPhase(model, 10, **options)
+
+
+def test_weight_standardization_is_true_or_false():
+    with pytest.raises(TypeError, match="weight_standardization must be True or False, got 'yes'"):
+        convert(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8), weight_standardization="yes"
+        )

@@ -105,6 +105,19 @@ def test_14_to_batchnorm_is_exactly_the_model_it_was(transition):
     assert_plain(back)
 
 
+def test_14_nothing_of_a_closing_phase_stays():
+    net, x = Net(), torch.randn(4, 3, 16, 16)
+    model = convert(net, x, statistics_batch_size=2, weight_standardization=True)
+    phase = kalmannorm.ClosingPhase(model, 2, start=0, end=0, fade_prior=True)
+    model.train()(x).sum().backward()
+    phase.step()
+    plain = to_batchnorm(model)
+    assert list(plain.state_dict()) == list(net.state_dict())
+    assert not any(type(module).__module__.startswith("kalmannorm") for module in plain.modules())
+    assert not any("closing" in name for name in fold(model.eval()).state_dict())
+    assert any("closing" in name for name in model.state_dict())  # the model itself can go on
+
+
 def test_14_hooks_stay_and_see_what_they_saw():
     """A hook on a layer, on a norm, or on what holds one of the two keeps the pair apart."""
     model = randomised(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), *pair(4, 4)))

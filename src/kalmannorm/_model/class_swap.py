@@ -173,6 +173,7 @@ def fresh_other(
 
 
 def swap_to_batchnorm(module: GroupedNorm) -> None:
+    module.end_closing()  # its state is a child, and children stay
     dims = {(2, 3): 1, (4,): 2, (5,): 3}.get(tuple(module.input_dims))
     original: type[nn.Module] | None = getattr(module, "converted_from", None)
     target = plain_class(original or nn.SyncBatchNorm, dims)

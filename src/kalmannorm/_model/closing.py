@@ -75,15 +75,17 @@ class ClosingPhase:
     ) -> None:
         self.steps = positive_int("steps", steps)
         for name, share in (("start", start), ("end", end)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share}")
+            if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+                raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share!r}")
         if end < start:
             raise ValueError(f"end must be at least start = {start}, got {end}")
         check_number("top", top, 0, 1)
         check_number("momentum", momentum, 0, 1)
         check_number("present", present, 0, 1)
+        if not isinstance(fade_prior, bool):
+            raise TypeError(f"fade_prior must be True or False, got {fade_prior!r}")
         self.start, self.end, self.top, self.scaler = start, end, top, scaler
-        self.momentum, self.fade_prior, self.present = momentum, bool(fade_prior), present
+        self.momentum, self.fade_prior, self.present = momentum, fade_prior, present
         self._norms: list[GroupedNorm] = []
         for name, norm in require_norms(model, "ClosingPhase"):
             try:

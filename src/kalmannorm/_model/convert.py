@@ -330,6 +330,8 @@ def _check_arguments(
         )
     if isinstance(example_input, (list, tuple)) and example_input and all(type(n) is int for n in example_input):
         raise TypeError(f"example_input must be the model's input, not a shape: torch.randn({example_input})")
+    if not isinstance(options.get("weight_standardization", False), bool):
+        raise TypeError(f"weight_standardization must be True or False, got {options['weight_standardization']!r}")
     sizes = check_statistics_batch(size)
     if size is not None and to not in GROUPED:
         raise ValueError(f"statistics_batch_size has no meaning for to={to!r}; 'ghost' is batch norm on groups")

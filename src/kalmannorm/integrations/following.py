@@ -27,7 +27,7 @@ Data = Iterable[Any] | Callable[[], Iterable[Any]]
 Closing = tuple[float, float] | Mapping[str, float]
 """The shares of training at which the closing phase begins and reaches its full strength, or options of
 `ClosingPhase`."""
-OPTIONS = "start", "end", "top", "momentum", "present"
+OPTIONS = "start", "end", "top", "momentum", "fade_prior", "present"
 
 
 def _options_of(closing: Closing) -> dict[str, Any]:
@@ -36,6 +36,9 @@ def _options_of(closing: Closing) -> dict[str, Any]:
         unknown = [name for name in closing if name not in OPTIONS]
         if unknown:
             raise ValueError(f"closing has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+        start, end = closing.get("start", 0.3), closing.get("end", 0.6)
+        if not 0 <= start <= end <= 1:
+            raise ValueError(f"closing must have 0 <= start <= end <= 1, got start={start}, end={end}")
         return dict(closing)
     if len(closing) != 2 or not 0 <= closing[0] <= closing[1] <= 1:
         raise ValueError(f"closing must be two shares of the training, such as (0.3, 0.6), got {closing!r}")
