@@ -136,7 +136,7 @@ def test_options_of_the_closing_phase():
     assert (phase.strength, phase.present, phase.fade_prior) == (1, 0.5, True)
     with pytest.raises(ValueError, match="no option 'begin'; it takes start, end, top"):
         KalmanCallback(closing={"begin": 0})
-    with pytest.raises(ValueError, match=r"start <= end <= 1, got start=0\.6, end=0\.3"):
+    with pytest.raises(ValueError, match=r"end must be at least start = 0\.6, got 0\.3"):
         KalmanCallback(closing={"start": 0.6, "end": 0.3})
 
 

@@ -18,7 +18,16 @@ from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGro
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._support.checks import check_number, positive_int
 
+START, END = 0.3, 0.6
 _PLACE = LayerName.of("ClosingPhase.step")
+
+
+def check_shares(start: float = START, end: float = END) -> None:
+    for name, share in (("start", start), ("end", end)):
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share!r}")
+    if end < start:
+        raise ValueError(f"end must be at least start = {start}, got {end}")
 
 
 class ClosingPhase:
@@ -64,8 +73,8 @@ class ClosingPhase:
         model: nn.Module,
         steps: int,
         *,
-        start: float = 0.3,
-        end: float = 0.6,
+        start: float = START,
+        end: float = END,
         top: float = 1.0,
         momentum: float = 0.1,
         fade_prior: bool = False,
@@ -74,11 +83,7 @@ class ClosingPhase:
         process_group: ProcessGroupChoice = "world",
     ) -> None:
         self.steps = positive_int("steps", steps)
-        for name, share in (("start", start), ("end", end)):
-            if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-                raise ValueError(f"{name} must be a share of the training between 0 and 1, got {share!r}")
-        if end < start:
-            raise ValueError(f"end must be at least start = {start}, got {end}")
+        check_shares(start, end)
         check_number("top", top, 0, 1)
         check_number("momentum", momentum, 0, 1)
         check_number("present", present, 0, 1)

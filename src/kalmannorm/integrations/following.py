@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kalmannorm._model.closing import ClosingPhase
+from kalmannorm._model.closing import ClosingPhase, check_shares
 from kalmannorm._model.convert import convert, rewire
 from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import gains
@@ -36,9 +36,7 @@ def _options_of(closing: Closing) -> dict[str, Any]:
         unknown = [name for name in closing if name not in OPTIONS]
         if unknown:
             raise ValueError(f"closing has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
-        start, end = closing.get("start", 0.3), closing.get("end", 0.6)
-        if not 0 <= start <= end <= 1:
-            raise ValueError(f"closing must have 0 <= start <= end <= 1, got start={start}, end={end}")
+        check_shares(**{name: closing[name] for name in ("start", "end") if name in closing})
         return dict(closing)
     if len(closing) != 2 or not 0 <= closing[0] <= closing[1] <= 1:
         raise ValueError(f"closing must be two shares of the training, such as (0.3, 0.6), got {closing!r}")
