@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -174,6 +175,43 @@ def test_activation_checkpoints(reentrant, options):
     x.requires_grad_()
     whole = [gradients(m, x, lambda x, m=m: checkpoint(m, x, use_reentrant=reentrant)) for m in (saving, plain)]
     assert_same(*whole, 0)
+
+
+class Checkpointed(Small):
+    """Each block is one segment."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for each in self.blocks:
+            x = checkpoint(each, x, use_reentrant=False)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("transition", ["weights", "learned"])
+@filters
+def test_segments_of_checkpoints_are_freed(monkeypatch, transition, options):
+    """A tensor that holds its segment would stay for ever: the segment holds the tensor where Python cannot see it."""
+    segments, frame = [], torch.utils.checkpoint._CheckpointFrame
+    first = frame.__init__
+
+    def noted(self, *given, **named):
+        first(self, *given, **named)
+        segments.append(weakref.ref(self))
+
+    monkeypatch.setattr(frame, "__init__", noted)
+    x = images()
+    torch.manual_seed(0)
+    model = kalmannorm.convert(Checkpointed(3).to(x.dtype), x, statistics_batch_size=2, transition=transition, **options)
+    for each in (model, kalmannorm.fuse(model, x), fused(model, x)):
+        for run in (each, functools.partial(checkpoint, each, use_reentrant=False)):
+            segments.clear()
+            gradients(each, x, run)
+            run(x)  # and without a backward
+            assert len(segments) >= 6
+            each(x)  # the last forward may be remembered until the next one
+            kept = segments[:-3]
+            gc.collect()
+            assert not any(segment() for segment in kept), (type(each), run)
 
 
 @filters

@@ -667,7 +667,7 @@ class Wire(Complete):
         else:
             kept = kept_by(segment, self.relay).repeated
             if ready and call not in kept:
-                y = forward.normalize(call, target, norm, x, residual, relu, segment.key, kept)
+                y = forward.normalize(call, target, norm, x, residual, relu, segment.region(), kept)
                 if y is not None and sources:
                     self.relay.keep_entering(sources)
             kept.setdefault(call, None)  # the recomputation repeats the first run, so a later one is never short
@@ -682,7 +682,7 @@ class Wire(Complete):
         found = kept_by(segment, self.relay).repeated.get(self.calls[0])
         if found is None or not self.relay.first_in_recomputation(self.calls[0], segment):
             return None
-        y = found.run(norm, x, residual, relu, segment.key)
+        y = found.run(norm, x, residual, relu, segment.region())
         return norm._finish(y, residual is not None or relu) if y is not None and norm.then else y
 
     def place(self, device: torch.device, dtype: torch.dtype) -> tuple[str, int, Key, int, bool, bool, bool] | None:

@@ -191,7 +191,8 @@ class ShortForward:
     ) -> Tensor | None:
         """The result of a norm, or None: it must take the long way. The caller knows all hooks on saved tensors.
 
-        Inside an activation checkpoint `segment` is its key, and `repeated` gets what the recomputation needs.
+        Inside an activation checkpoint `segment` stands for it (see `Segment.region`), and `repeated` gets what the
+        recomputation needs.
         """
         if x.__class__ is not Tensor or watched():
             return None

@@ -38,6 +38,17 @@ class Segment(NamedTuple):
     def reentrant(self) -> bool:
         return not isinstance(self.key, _FRAME)
 
+    def region(self) -> Any:
+        """What stands for the segment where a tensor notes it. It does not hold the segment.
+
+        A segment holds its inputs, in C++, where Python's garbage collector does not look. An input that held the
+        segment would never be freed.
+        """
+        found = getattr(self.key, "_kalmannorm_region", None)
+        if found is None:
+            found = self.key._kalmannorm_region = _Region()
+        return found
+
 
 def saved_tensors_hooked() -> bool:
     """Whether hooks on saved tensors are active, as in an activation checkpoint."""
@@ -82,23 +93,22 @@ def segments() -> list[Segment]:
     return found if top is None or id(top.key) in known else [top, *found]
 
 
-class _Outside:
-    def __repr__(self) -> str:
-        return "outside all segments"
+class _Region:
+    """The same object in a segment's forward and in its recomputation."""
 
 
-OUTSIDE = _Outside()
+OUTSIDE = _Region()
 
 
 def region() -> Any:
-    """The innermost segment whose saved-tensor hooks are active, or OUTSIDE. It is the same in the recomputation.
+    """Stands for the innermost segment whose saved-tensor hooks are active: `Segment.region`, or OUTSIDE.
 
     A checkpoint counts the tensors that its segment saves. So only tensors of the same region may decide what is saved.
     """
     if not saved_tensors_hooked():
         return OUTSIDE
     running = segments()
-    return running[0].key if running else OUTSIDE
+    return running[0].region() if running else OUTSIDE
 
 
 @dataclass
