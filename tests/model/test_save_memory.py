@@ -201,7 +201,8 @@ def test_segments_of_checkpoints_are_freed(monkeypatch, transition, options):
     monkeypatch.setattr(frame, "__init__", noted)
     x = images()
     torch.manual_seed(0)
-    model = kalmannorm.convert(Checkpointed(3).to(x.dtype), x, statistics_batch_size=2, transition=transition, **options)
+    net = Checkpointed(3).to(x.dtype)
+    model = kalmannorm.convert(net, x, statistics_batch_size=2, transition=transition, **options)
     for each in (model, kalmannorm.fuse(model, x), fused(model, x)):
         for run in (each, functools.partial(checkpoint, each, use_reentrant=False)):
             segments.clear()

@@ -106,6 +106,20 @@ def test_the_speed_of_eager_steps_of_smaller_nets():
             assert re.search(rf"\| eager loop \({net},[^|]*\| {bkn} \| {fused} \|", text("README.md"))
 
 
+@pytest.mark.parametrize(
+    ("row", "record", "column"),
+    [
+        ("ResNet-50, 2 images", "steps-resnet50-small-h200.csv", "eager_ratio"),
+        ("Faster R-CNN", "detector-h200.csv", "ratio"),
+    ],
+)
+def test_the_speed_of_other_eager_steps(row, record, column):
+    rows = measured.read(measured.RECORDS / record)
+    found = {f"{each.get('method', '')} {each['way']}".strip().lower(): f"{float(each[column]):.2f}" for each in rows}
+    page = text("docs/performance.md").split("## Fusing")[0]
+    assert re.search(rf"\| eager loop \({row}[^|]*\| {found['bkn']} \| {found['bkn fused']} \|", page)
+
+
 def test_the_speed_of_graphed():
     found = ratios("graphed-resnet101-h200.csv", way="kalmannorm.graphed")
     bkn, fused = found["bkn kalmannorm.graphed"], found["bkn fused kalmannorm.graphed"]
@@ -116,7 +130,8 @@ def test_the_speed_of_graphed():
 def test_what_graphed_adds_to_graphs():
     rows = measured.read(measured.RECORDS / "graphed-resnet101-h200.csv")
     ratios = [float(row["to_torchs_graphs"]) for row in rows if row["way"] == "kalmannorm.graphed"]
-    told = f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long as with torch's graphs"
+    ends = dict.fromkeys(f"{end:.2f}" for end in (min(ratios), max(ratios)))
+    told = f"takes {' to '.join(ends)} times as long as with torch's graphs"
     assert told in text("docs/performance.md")
 
 
