@@ -426,7 +426,6 @@ NOT_RUN: list[tuple[str, Callable[[], bool]]] = [
         lambda: any(evidence.any_score(kind=kind) for kind in trials.OTHERS),
     ),
     ("Cross-Iteration Batch Normalization.", lambda: False),
-    ("A gain that is computed from the noise of the observation.", lambda: False),
     (
         "The CIFAR-10 trials on test images.",
         lambda: any(score.setting.cell == "cifar10" and score.setting.test for score in trials.all_scores()),

@@ -116,6 +116,10 @@ ABLATIONS: dict[str, Form] = {
     "BKN, gain fixed at 0.2": dataclasses.replace(WEIGHTS, gain=0.2, fixed=True),
     "BKN, gain fixed at 0.5": dataclasses.replace(WEIGHTS, gain=0.5, fixed=True),
     "BKN, gain fixed at 0.8": dataclasses.replace(WEIGHTS, gain=0.8, fixed=True),
+    # An error of 0.003 is that of a mean of 333 values. A group of 2 has 128 to 2,048 values of a channel in this net.
+    "BKN, gain by noise, error 0.003": dataclasses.replace(WEIGHTS, error=0.003, fixed=True),
+    "BKN, gain by noise, error 0.03": dataclasses.replace(WEIGHTS, error=0.03, fixed=True),
+    "BKN, gain learned from that by noise, error 0.003": dataclasses.replace(WEIGHTS, error=0.003),
     "BKN, a gain for each channel": dataclasses.replace(WEIGHTS, channels=True),
     "BKN, no gradient through the prior": dataclasses.replace(WEIGHTS, blind=True),
     "BKN, no total variance": dataclasses.replace(WEIGHTS, total=False),

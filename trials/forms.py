@@ -13,6 +13,7 @@ S. ā and c̄ need no additional pass, because they are averages of dβ / M and 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,9 @@ class Form:
     """For `kalman`: the initial value of the gain. None: 0.5 for "weights", 0.9 for "learned"."""
     fixed: bool = False
     """For `kalman`: the gain keeps its initial value."""
+    error: float | None = None
+    """For `kalman`: the initial gain of each layer follows from the noise of its observation. This is the mean squared
+    error that its prior is taken to have, in units of the variance: see `_gains_by_noise`. It replaces `gain`."""
     channels: bool = False
     """For `kalman`: one gain for each channel instead of one for each layer."""
     start: Literal["zero", "small", "identity"] = "zero"
@@ -157,6 +161,8 @@ class Form:
             options["rank"] = self.rank
         options["per_channel_gain"] = self.channels
         kalmannorm.convert(model, example, transition=self.transition, inplace=True, **options)
+        if self.error is not None:
+            _gains_by_noise(model, example, self.m, self.error)
         for norm in (module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)):
             if norm.gain_logit is None:
                 continue
@@ -359,6 +365,30 @@ def _timed(self: Any, x: Tensor, prior: Moments | None, gain: Any, residual: Any
     if form.backward in ("average", "feedback"):
         y = Inject.apply(y, seen.mean, seen.var, at_mean, at_var)  # type: ignore[no-untyped-call]
     return y, posterior, seen
+
+
+def _gains_by_noise(model: nn.Module, example: Tensor, m: int, error: float) -> None:
+    """The gain of a Kalman filter, P / (P + R), for the mean of a group.
+
+    R = 1 / (m H W) is the variance of the mean of that many independent values, P the error of the prior. Both are in
+    units of the variance of a channel. Neighbouring values are not independent, so R is larger in truth.
+    """
+
+    def note(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        values = m * math.prod(inputs[0].shape[2:])
+        assert isinstance(norm, kalmannorm.BatchKalmanNorm) and norm.gain_logit is not None
+        norm.gain_logit.fill_(math.log(error * values))  # the logit of P / (P + R)
+
+    norms = [each for each in model.modules() if isinstance(each, kalmannorm.BatchKalmanNorm)]
+    hooks = [norm.register_forward_pre_hook(note) for norm in norms if norm.gain_logit is not None]
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(example)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
 
 
 def _blind(self: Any, previous: Moments | None, rows: int) -> tuple[Moments | None, Tensor | None]:

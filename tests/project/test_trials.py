@@ -202,6 +202,19 @@ def test_a_fixed_gain_is_not_trained():
     assert kalmannorm.gains(learned.model) != pytest.approx({"4": 0.3})
 
 
+def test_a_gain_by_noise_is_that_of_a_kalman_filter():
+    """P / (P + R): P is the error of the prior, R that of a mean of m H W values."""
+    layers = [nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()]
+    layers += [nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.BatchNorm2d(4)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 2))
+    before = [buffer.clone() for buffer in model.buffers()]
+    Form(kind="kalman", m=2, error=0.01).apply(model, torch.randn(4, 3, 8, 8), 10)
+    expected = {"4": 0.01 / (0.01 + 1 / (2 * 2 * 2)), "7": 0.01 / (0.01 + 1 / (2 * 1 * 1))}
+    assert kalmannorm.gains(model) == pytest.approx(expected, rel=1e-3)  # gains 0 and 1 are out of reach
+    assert model.training and model[4].gain_logit.requires_grad
+    assert torch.equal(model[1].running_mean, before[0]) and torch.equal(model[1].running_var, before[1])
+
+
 @pytest.mark.parametrize("transition", ["weights", "learned"])
 def test_a_blind_prior_changes_no_output_and_only_gradients_of_layers_before(transition):
     form = Form(kind="kalman", m=2, transition=transition)
