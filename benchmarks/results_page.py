@@ -19,6 +19,7 @@ import results_lab as lab
 import results_trials as trials
 from measured import ROOT, markdown, placed
 from results_lab import above, cifar, digits, small
+from results_small import small_rates
 from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
 
 from kalmannorm.lab.experiments.catalogue import experiment
@@ -458,6 +459,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fine-tuning": lab.tuning_table,
     "other data": lab.transfer_table,
     "small batches": lab.small_tables,
+    "small rates": small_rates,
     "the paper": paper,
     "not run": not_run,
 }

@@ -15,6 +15,7 @@ from results_words import Difference, Row, bullets, difference, paragraph, said,
 sys.path.append(str(ROOT))
 from trials import table
 from trials.cells import CELLS
+from trials.chosen import SMALL
 from trials.evidence import EVIDENCE
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -35,8 +36,8 @@ SHORT |= {"cifar10-resnet32": "ResNet-32, CIFAR-10", "tiny100-inception": "BN-In
 
 @cache
 def all_scores() -> tuple[Score, ...]:
-    """Of the rounds that choose. `results_evidence.py` has the others."""
-    return tuple(table.scores(row for row in table.records() if row["round"] not in EVIDENCE))
+    """Of the rounds that choose. `results_evidence.py` and `results_small.py` have the others."""
+    return tuple(table.scores(row for row in table.records() if row["round"] not in {*EVIDENCE, *SMALL}))
 
 
 def cells(*, test: bool = False) -> list[str]:

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from trials.cells import BATCH, CELLS, Cell, Data, subset
 from trials.forms import Form
 from trials.rounds import ROUNDS
 from trials.training import MOST_STEPS, Run, Training, steps_per_graph, train
+
+ROOT = Path(__file__).parents[2]
 
 
 def net():
@@ -183,6 +186,29 @@ def test_a_rate_is_chosen_on_held_out_images_and_more_seeds_follow():
     rows += [recorded(run, 52.0, "small-seeds") for run in seeds]
     lines = chosen.small_lines(rows)
     assert lines[1] == ["bkn", "2", "0.00625", "0.0015625 0.00625 0.025", "50.0", "49.0 51.0 51.0", "50.33"]
+
+
+def test_the_page_tells_the_chosen_rates(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import results_small
+
+    assert results_small.small_rates([]).startswith("No run has a record yet")
+    made = {"bkn-ws": [40.0, 50.0, 45.0], "bkn": [40.0, 48.0, 60.0], "bn": [40.0, 45.0, 42.0], "gn": [None] * 3}
+    rows = [row for name, values in made.items() for row in rows_of(name, 2, values)]
+    rows += rows_of("bkn-ws", 4, [30.0, 20.0, 10.0])
+    for seed, (ours, theirs) in {1: (51.0, 45.0), 2: (52.0, 45.5)}.items():
+        for name, value in (("bkn-ws", ours), ("bn", theirs)):
+            rows.append(recorded(small.run_of(small.methods(2)[name], 2, 0.00625, seed), value, "small-seeds"))
+    origin = {"commit": "0123456789", "hardware": "made up", "torch": "2.10.0"}
+    text = " ".join(results_small.small_rates([row | origin for row in rows]).split())
+    assert "| batch norm | – | 44.2 ± 0.3 (3), 0.00625 | – |" in text
+    assert "fading prior | 29.0 (1), 0.003125, at the edge | 50.0 ± 1.0 (3), 0.00625 | – |" in text
+    assert "| group norm | – | diverged | – |" in text
+    assert "In batches of 2 the best form of BKN is *BKN, closing phase*" in text, "on held-out images"
+    assert "group norm diverged at every rate" in text and "*At the edge*" in text
+    rows = [row | origin for row in rows if row["form"]["filters"] == "scaled" or row["form"]["kind"] != "kalman"]
+    text = " ".join(results_small.small_rates(rows).split())
+    assert "fading prior*: it is 5.83 ± 1.90 points above batch norm" in text
 
 
 @pytest.mark.parametrize(
