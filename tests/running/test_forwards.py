@@ -60,6 +60,34 @@ def test_activation_checkpointing_reentrant_is_exact_without_posteriors(kind):
     assert_same(step(model), expected)
 
 
+class Shortcut(nn.Module):
+    """A sum of two norms, whose biases get the same gradient from the prior of the norm behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.after = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.conv, self.run = nn.Conv2d(3, 3, 3), lambda part, x: part(x)
+
+    def last(self, x):
+        return self.after(self.conv(x))
+
+    def forward(self, x):
+        return self.run(self.last, self.left(x) + self.right(x * x))
+
+
+def test_activation_checkpointing_reentrant_behind_a_sum_of_norms():
+    """Two biases with one memory for their gradients would each get what is added to the other."""
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+    model = convert(Shortcut().double(), x, statistics_batch_size=2)
+    again = copy.deepcopy(model)
+    again.run = checkpointed(True)
+    for each in (model, again):
+        each(x).square().mul(x[:, :, 1:-1, 1:-1]).sum().backward()
+    for (name, expected), found in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12, msg=name)
+    assert again.left.bias.grad.data_ptr() != again.right.bias.grad.data_ptr()
+
+
 def test_activation_checkpointing_reentrant_detaches_the_learned_prior_and_says_so_once():
     model = net("learned")
     plain = copy.deepcopy(model)

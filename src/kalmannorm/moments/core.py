@@ -65,4 +65,6 @@ def belief(weight: Tensor | None, bias: Tensor | None, channels: int | None = No
     dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
     mean = torch.zeros_like(given, dtype=dtype) if bias is None else bias.to(dtype)
     var = torch.ones_like(given, dtype=dtype) if weight is None else weight.to(dtype).square()
-    return Moments(mean.unsqueeze(0), var.unsqueeze(0))
+    # The gradient of `expand` is a sum, and so a tensor of its own. That of `unsqueeze` is a view: if two beliefs are
+    # added, both biases would get views of one gradient, and autograd would make one memory the `.grad` of both.
+    return Moments(mean.expand(1, -1), var.expand(1, -1))
