@@ -679,3 +679,81 @@ def test_weight_standardization_is_true_or_false():
         convert(
             nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8), weight_standardization="yes"
         )
+
+
+def accumulated(model: nn.Module, phase: ClosingPhase, numbers: range, parts: list[int], divisor: int = 0) -> None:
+    """Train with a number of micro-batches for each step. `divisor`: what losses are divided by, 0: their number."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, count in zip(numbers, parts, strict=True):
+        optimizer.zero_grad()
+        x, target = images(number)
+        with accumulate_statistics(model):
+            for some, labels in zip(x.chunk(count), target.chunk(count), strict=True):
+                (loss_of(model, some, labels) / (divisor or count)).backward()
+        optimizer.step()
+        phase.step()
+
+
+def phase_of(model: nn.Module) -> ClosingPhase:
+    return ClosingPhase(model, 12, start=0.1, end=0.5)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 4), (4, 1), (2, 4)])
+def test_another_number_of_micro_batches_is_refused(first, then):
+    model = converted()
+    phase = phase_of(model)
+    accumulated(model, phase, range(6), [first] * 6)
+    with pytest.raises(RuntimeError, match=rf"call phase\.change_micro_batches\({first}, {then}\)"):
+        accumulated(model, phase, range(6, 8), [then] * 2)
+
+
+@pytest.mark.parametrize("then", [1, 4])
+def test_the_number_of_micro_batches_may_change_if_the_phase_knows(then):
+    model, other = converted(), converted()
+    accumulated(model, phase_of(model), range(12), [2] * 12)
+    phase = phase_of(other)
+    accumulated(other, phase, range(6), [2] * 6)
+    phase.change_micro_batches(2, then)
+    accumulated(other, phase, range(6, 12), [then] * 6)
+    for norm in norms_of(other):
+        norm.closing.averages[:, :2] *= then / 2  # they are averages of sums per backward
+    assert_equal(model, other, 1e-9)
+
+
+def test_fewer_micro_batches_at_the_end_of_an_epoch_are_no_change():
+    model = converted()
+    accumulated(model, phase_of(model), range(12), [4, 4, 4, 4, 2, 4, 4, 4, 4, 2, 4, 4], divisor=4)
+    model = converted()
+    accumulated(model, phase_of(model), range(8), [4, 2] * 4, divisor=4)
+
+
+def test_a_resumed_phase_knows_the_number_of_micro_batches():
+    model, other = converted(), converted()
+    phase, again = phase_of(model), phase_of(other)
+    accumulated(model, phase, range(6), [2] * 6)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(phase.state_dict())
+    accumulated(other, again, range(6, 8), [2] * 2)
+    again.load_state_dict(phase.state_dict())
+    with pytest.raises(RuntimeError, match="has changed from 2 to 4"):
+        accumulated(other, again, range(6, 8), [4] * 2)
+    again.load_state_dict({"done": 6})  # of a phase that did not know it
+    accumulated(other, again, range(6, 8), [4] * 2)
+
+
+def test_layers_that_do_not_always_run_are_no_change():
+    """The second norm runs in some steps only, or several times."""
+    model = converted()
+    phase = ClosingPhase(model, 12, start=0, end=0.5)
+    for again in (0, 0, 2, 2, 1, 1, 0, 0):
+        y = model[:3](images(again)[0])
+        for _ in range(again):
+            y = y + 0 * model[3:6](y).sum()
+        y.sum().backward()
+        phase.step()
+
+
+@pytest.mark.parametrize("given", [(0, 1), (1, 2.5)])
+def test_numbers_of_micro_batches_are_checked(given):
+    with pytest.raises((TypeError, ValueError), match="before" if given[0] == 0 else "now"):
+        ClosingPhase(converted(), 4).change_micro_batches(*given)

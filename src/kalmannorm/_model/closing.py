@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import warnings
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.amp.grad_scaler import GradScaler
 
+from kalmannorm._model.micro_batches import Backwards
 from kalmannorm._model.settings import require_norms
 from kalmannorm._norms.closing import ClosingState
 from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
@@ -20,6 +22,12 @@ from kalmannorm._support.checks import check_number, positive_int
 
 START, END = 0.3, 0.6
 _PLACE = LayerName.of("ClosingPhase.step")
+_CHANGED = (
+    "ClosingPhase.step: the number of backwards in an optimizer step has changed from {before:g} to {now:g}, so the "
+    "averages of gradients no longer fit. Continue from a checkpoint before the change. Before the first step with the "
+    "new number of micro-batches call phase.change_micro_batches({before:g}, {now:g}). It expects losses that are "
+    "divided by the number of micro-batches. If yours are not, call phase.change_micro_batches({now:g}, {now:g})."
+)
 
 
 def check_shares(start: float = START, end: float = END) -> None:
@@ -62,9 +70,11 @@ class ClosingPhase:
             process alone. Every rank has to call `step`.
 
     With gradient accumulation call `step` once per optimizer step. The averages fit losses that are means over their
-    batch, divided by the number of micro-batches as usual. A step with NaN or Inf gradients changes no average.
+    batch, divided by the number of micro-batches as usual. Call `change_micro_batches` before a step that has another
+    number of them. A step with NaN or Inf gradients changes no average.
 
-    State dicts of the model contain the state of its norms. The phase has a state dict of its own, the number of steps.
+    State dicts of the model contain the state of its norms. The phase has a state dict of its own: the number of steps,
+    and the number of backwards in a step.
     After the phase `example` and `batch` inference are no longer what was trained: use `population`.
     """
 
@@ -100,6 +110,8 @@ class ClosingPhase:
             self._norms.append(norm)
         self._ranks = Ranks(process_group)
         self._checked = False
+        self._backwards = Backwards()
+        self._firsts: dict[torch.device, tuple[list[int], Tensor]] = {}
         self.done = 0
         self._set_strength()
 
@@ -124,22 +136,41 @@ class ClosingPhase:
     @torch.no_grad()
     def step(self) -> None:
         """After an optimizer step: update the averages of gradients, and set λ of the next step."""
-        for states in self._states():
-            self._update(states)
+        self._backwards.note([self._update(states) for states in self._states()])
+        changed = self._backwards.changed()
+        if changed is not None:
+            raise RuntimeError(_CHANGED.format(before=changed[0], now=changed[1]))
         self.done += 1
         self._set_strength()
+
+    @torch.no_grad()
+    def change_micro_batches(self, before: int, now: int) -> None:
+        """Call it before an optimizer step that has `now` micro-batches, if steps had `before` of them until then.
+
+        The loss of each micro-batch is divided by their number, so the averages of gradients are multiplied by
+        `before / now`. If your losses are not divided by it, use the same number twice. When a training is resumed with
+        another number, call it after the state dicts of the model and of the phase are loaded.
+        """
+        factor = positive_int("before", before) / positive_int("now", now)
+        for states in self._states():
+            for state in states:
+                state.averages[:, :2] *= factor
+        self._backwards.forget()
 
     def remove(self) -> None:
         """End the phase: the norms normalize with their groups again, and the state is removed from them."""
         for norm in self._norms:
             norm.end_closing()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
+    def state_dict(self) -> dict[str, Any]:
+        usual = self._backwards.usual
+        return {"done": self.done} if usual is None else {"done": self.done, "backwards": list(usual)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the step of `state`. The state of the norms is loaded with the model, before or after this."""
         self.done = int(state["done"])
+        usual = state.get("backwards")
+        self._backwards.forget(None if usual is None else tuple(float(each) for each in usual))
         if not self.begun:
             self.remove()
         self._set_strength()
@@ -166,15 +197,16 @@ class ClosingPhase:
             found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
         return list(found.values())
 
-    def _update(self, states: list[ClosingState]) -> None:
-        """In few operations on all norms. No value leaves the device."""
+    def _update(self, states: list[ClosingState]) -> Tensor:
+        """In few operations on all norms. No value leaves the device. Returns how many backwards reached each norm."""
         probes = [state.probe.grad for state in states if state.probe.grad is not None]
         old = torch.cat([state.averages for state in states]).t()
         sums = torch.cat(probes).double().t()  # the number of backwards must not be rounded
         torch._foreach_zero_(probes)
         group = self._ranks.group()
+        ranks = 1
         if group is not None:
-            sums = sums.contiguous()
+            sums, ranks = sums.contiguous(), distributed.get_world_size(group)
             RankGroup(group, _PLACE).add_up(sums)
         backwards = sums[2]
         self._check(backwards)
@@ -185,6 +217,15 @@ class ClosingPhase:
         result = torch.stack([*averages, old[2] + moves], 1)
         widths = [len(state.averages) for state in states]
         torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths)))
+        return backwards[self._first_channels(widths, backwards.device)] / ranks
+
+    def _first_channels(self, widths: list[int], device: torch.device) -> Tensor:
+        """Where the first channel of each norm is among all channels. Kept, because a copy to the device waits."""
+        known = self._firsts.get(device)
+        if known is None or known[0] != widths:
+            first = torch.tensor([0, *accumulate(widths[:-1])], device=device)
+            known = self._firsts[device] = widths, first
+        return known[1]
 
     def _check(self, backwards: Tensor) -> None:
         """Warn in the first step if no backward was collected. Only then, because it waits for the device."""
