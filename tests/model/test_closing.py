@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import (
@@ -757,3 +758,94 @@ def test_layers_that_do_not_always_run_are_no_change():
 def test_numbers_of_micro_batches_are_checked(given):
     with pytest.raises((TypeError, ValueError), match="before" if given[0] == 0 else "now"):
         ClosingPhase(converted(), 4).change_micro_batches(*given)
+
+
+class ByOrder:
+    """An average as many scripts compute it: the tensors of both state dicts in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copy.deepcopy(model)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.module.state_dict().values(), model.state_dict().values(), strict=False):
+            mine.copy_(mine + 0.25 * (theirs - mine) if mine.is_floating_point() else theirs)
+
+
+def exponential(mine, theirs, _):
+    return mine + 0.25 * (theirs - mine) if mine.is_floating_point() else theirs
+
+
+AVERAGES = {
+    "SWA": AveragedModel,
+    "EMA": partial(AveragedModel, avg_fn=exponential),
+    "EMA of buffers": partial(AveragedModel, avg_fn=exponential, use_buffers=True),
+    "by order": ByOrder,
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("made", [-1, 0, 2, 4], ids=["before the phase", "before it begins", "at its start", "in it"])
+def test_an_average_may_be_made_at_any_time(average, made):
+    """It equals the average of the same values in a model that never had a phase when the average was made."""
+    model = converted()
+    averages = {made: AVERAGES[average](model)} if made < 0 else {}
+    phase = ClosingPhase(model, 8, start=0.25, end=0.75, fade_prior=True)
+    plain = None
+    for number in range(8):
+        if number == made:
+            averages[made] = AVERAGES[average](model)
+        if number == max(made, 0):
+            plain = converted()
+            names = plain.state_dict().keys()
+            plain.load_state_dict({name: model.state_dict()[name] for name in names})
+            reference = AVERAGES[average](plain)
+        train(model, phase, range(number, number + 1))
+        if plain is not None:
+            plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in names})
+            with torch.no_grad():
+                averages[made].update_parameters(model)
+                reference.update_parameters(plain)
+    mine = averages[made].module.state_dict()
+    for name, value in reference.module.state_dict().items():
+        assert torch.equal(mine[name], value), name
+    averages[made].module.eval()(images(0)[0])
+
+
+def test_a_phase_adds_no_buffer_and_only_ends_the_state_dict():
+    model = converted()
+    buffers, keys = [name for name, _ in model.named_buffers()], list(model.state_dict())
+    phase = ClosingPhase(model, 4, start=0, end=0, fade_prior=True)
+    assert [name for name, _ in model.named_buffers()] == buffers
+    assert list(model.state_dict())[: len(keys)] == keys and len(model.state_dict()) == len(keys) + 6
+    wrapped = nn.Sequential(model, nn.Linear(3, 3)).state_dict()
+    assert [f"0.{key}" for key in keys] == list(wrapped)[: len(keys)]
+    pickled = io.BytesIO()
+    torch.save(model, pickled)
+    phase.remove()
+    assert list(model.state_dict()) == keys
+    pickled.seek(0)
+    again = torch.load(pickled, weights_only=False)
+    assert norms_of(again)[0].closing.strength == 1 and len(again.state_dict()) == len(keys) + 6
+
+
+def test_an_average_from_before_the_phase_can_take_part_in_it():
+    """`recalibrate` has to know that the model was trained with running statistics."""
+    model = converted()
+    averaged = AveragedModel(model)
+    settled(model, fade_prior=True)
+    averaged.update_parameters(model)
+    averaged.module.load_state_dict({**model.state_dict(), **averaged.module.state_dict()})
+    other = copy.deepcopy(model)
+    for each in (averaged.module, other):
+        recalibrate(each, [images(3, 64)[0]], progress=False)
+    assert_equal(averaged.module, other)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_state_of_a_phase_is_loaded_in_both_ways(assign):
+    model, other = converted(), converted()
+    settled(model)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert_equal(model, other)
+    with pytest.raises(RuntimeError, match=r"Missing key.*closing\.averages"):
+        other.load_state_dict({k: v for k, v in model.state_dict().items() if "1.closing.averages" not in k})

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from itertools import accumulate
 from typing import Any
@@ -15,13 +16,14 @@ from torch.amp.grad_scaler import GradScaler
 
 from kalmannorm._model.micro_batches import Backwards
 from kalmannorm._model.settings import require_norms
-from kalmannorm._norms.closing import ClosingState
+from kalmannorm._norms.closing import SAVED, ClosingState
 from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._support.checks import check_number, positive_int
 
 START, END = 0.3, 0.6
 _PLACE = LayerName.of("ClosingPhase.step")
+_CLOSING_KEY = re.compile(rf"(^|\.)closing\.({'|'.join(SAVED)})$")
 _CHANGED = (
     "ClosingPhase.step: the number of backwards in an optimizer step has changed from {before:g} to {now:g}, so the "
     "averages of gradients no longer fit. Continue from a checkpoint before the change. Before the first step with the "
@@ -108,6 +110,8 @@ class ClosingPhase:
             except ValueError as error:
                 raise ValueError(f"ClosingPhase: layer {name or '(the model itself)'!r}: {error}") from None
             self._norms.append(norm)
+        if not any(isinstance(hook, ClosingLast) for hook in model._state_dict_hooks.values()):
+            model.register_state_dict_post_hook(ClosingLast())  # type: ignore[no-untyped-call]
         self._ranks = Ranks(process_group)
         self._checked = False
         self._backwards = Backwards()
@@ -238,3 +242,15 @@ class ClosingPhase:
                 stacklevel=4,
             )
         self._checked = True
+
+
+class ClosingLast:
+    """A hook that puts the state of a closing phase at the end of a state dict.
+
+    The other keys are then in the order that they have without a phase. Code that averages weights may pair them by
+    order with those of a copy that was made before the phase began. It is an object, so that the model can be pickled.
+    """
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix) and _CLOSING_KEY.search(key)]:
+            state_dict[key] = state_dict.pop(key)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from kalmannorm._norms.closing import SAVED
+
 BATCHNORM = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 SOURCES = {"observed_mean": "running_mean", "observed_var": "running_var"}
 CONSTANTS = {"prior_scale": 1.0, "prior_shift": 0.0}
 """The constants of a calibrated prior, and their values for a prior that is not calibrated."""
-CLOSING = {"closing.strength", "closing.averages"}
 MANY = 1 << 40
 
 
@@ -26,7 +27,10 @@ def fill_from_batchnorm(norm: _NormBase, state_dict: dict[str, Any], prefix: str
     if not any(prefix + name in state_dict for name in BATCHNORM):
         return
     buffers = {name: buffer for name, buffer in norm.named_buffers() if name not in BATCHNORM}
-    kept = buffers.keys() & (CLOSING | CONSTANTS.keys())
+    closing = norm._modules.get("closing")
+    if closing is not None:
+        buffers |= {f"closing.{name}": tensor for name, tensor in closing.saved().items()}  # type: ignore[operator]
+    kept = buffers.keys() & ({f"closing.{name}" for name in SAVED} | CONSTANTS.keys())
     statistics = {name for name in buffers.keys() - kept if "." not in name}
     learned = {name: parameter.detach() for name, parameter in norm.named_parameters() if name not in BATCHNORM}
     running = [state_dict[prefix + name] for name in SOURCES.values() if prefix + name in state_dict]

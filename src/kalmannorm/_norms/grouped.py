@@ -273,7 +273,7 @@ class GroupedNorm(TrackedNorm):
 
     def _float32_tensors(self) -> list[Tensor | None]:
         own = super()._float32_tensors()
-        return [*own, *self.closing.buffers()] if self.closes else own
+        return [*own, *self.closing.saved().values(), self.closing.scale] if self.closes else own
 
     def _joined_ranks(self) -> RankGroup | None:
         """The ranks that wait for this rank's observation. None if it runs alone."""
