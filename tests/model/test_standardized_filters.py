@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import (
@@ -27,6 +28,8 @@ from kalmannorm._norms.computed_weights import ComputedWeight
 
 F64 = torch.float64
 TARGETS = ["kalman", "ghost"]
+OPTION = "stem.weight_standardization"
+"""The key of a state dict that tells of the option."""
 
 
 class Net(nn.Module):
@@ -68,7 +71,7 @@ def plain(model: nn.Module) -> nn.Module:
     """The same norms on plain convolutions that have the computed filters as weights."""
     to = "kalman" if isinstance(model.norm2, BatchKalmanNorm2d) else "ghost"
     other = net(to=to, weight_standardization=False)
-    other.load_state_dict(model.state_dict())
+    other.load_state_dict({name: value for name, value in model.state_dict().items() if name != OPTION})
     with torch.no_grad():
         for name in computed(model):
             other.get_submodule(name).weight.copy_(model.get_submodule(name).filter)
@@ -296,3 +299,41 @@ def test_a_weight_with_other_memory():
         other.body.weight.copy_(new)
     model.body.register_forward_pre_hook(lambda module, args: setattr(module.weight, "data", new.clone()))
     torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("to", [*TARGETS, "group"])
+def test_a_model_without_the_option_refuses_the_weights(to):
+    given = {} if to == "group" else {"statistics_batch_size": 2}
+    model, other = (
+        convert(Net(), torch.zeros(2, 3, 12, 12), to=to, weight_standardization=chosen, **given)
+        for chosen in (True, False)
+    )
+    saved = model.state_dict()
+    assert [name for name in saved if "standardization" in name] == [OPTION]
+    assert set(saved) - {OPTION} == set(other.state_dict())
+    with pytest.raises(RuntimeError, match=rf'Unexpected key.*"{OPTION}"'):
+        other.load_state_dict(saved)
+    assert other.load_state_dict(saved, strict=False).unexpected_keys == [OPTION]
+    with pytest.raises(RuntimeError, match=rf'Unexpected key.*"0.{OPTION}"'):
+        nn.Sequential(other).load_state_dict(nn.Sequential(model).state_dict())
+
+
+def test_the_option_in_state_dicts_that_fit():
+    """With and without the key, which older state dicts do not have. A deployed model is plain."""
+    model, other = net(), net()
+    nn.init.normal_(model.stem.weight)
+    saved = model.state_dict()
+    for given in (saved, {name: value for name, value in saved.items() if name != OPTION}):
+        nn.init.zeros_(other.stem.weight)
+        other.load_state_dict(given)
+        assert torch.equal(other.stem.weight, model.stem.weight)
+    model.stem.load_state_dict(model.stem.state_dict())
+    assert list(model.body.state_dict()) == ["weight", "bias", "weight_standardization"]
+    assert not any("standardization" in name for name in to_batchnorm(model).state_dict())
+
+
+def test_distributed_checkpoints_know_the_option():
+    model, other = net(), net()
+    nn.init.normal_(model.stem.weight)
+    set_model_state_dict(other, get_model_state_dict(model))
+    assert torch.equal(other.stem.weight, model.stem.weight)

@@ -7,6 +7,9 @@ else computes a filter where it is read: a convolution that is called by itself,
 code. Numbers do not depend on that.
 
 `plain_weights` makes it a convolution of torch again, whose weight is the filter.
+
+The weights alone do not tell that filters are computed from them. So the first such convolution of a state dict adds a
+key with the name of the option of `convert`. A model without this option does not know the key, and refuses it.
 """
 
 from __future__ import annotations
@@ -95,6 +98,18 @@ class ComputedWeight(_ConvNd):
     """A convolution with a computed filter."""
 
     computation: Computation
+    option: str
+    """The option of `convert` that makes such convolutions. It is also an attribute, because it is a key of state
+    dicts: distributed checkpoints look for the attribute of each key."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not any(key.rpartition(".")[2] == self.option for key in destination):
+            destination[prefix + self.option] = torch.ones((), dtype=torch.long, device=self.weight.device)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        own = {key: value for key, value in state_dict.items() if key != prefix + self.option}
+        super()._load_from_state_dict(own, prefix, *rest)
 
     @property
     def filter(self) -> Tensor:
@@ -123,15 +138,18 @@ class ComputedWeight(_ConvNd):
 
 
 class _Centred(ComputedWeight):
-    computation = "centred"
+    computation, option = "centred", "centre_weights"
+    centre_weights = True
 
 
 class _Standardized(ComputedWeight):
-    computation = "standardized"
+    computation, option = "standardized", "weight_standardization"
+    weight_standardization = True
 
 
 class _Scaled(ComputedWeight):
-    computation = "scaled"
+    computation, option = "scaled", "weight_standardization"
+    weight_standardization = True
 
 
 class CentredConv1d(_Centred, nn.Conv1d):
