@@ -849,3 +849,133 @@ def test_the_state_of_a_phase_is_loaded_in_both_ways(assign):
     assert_equal(model, other)
     with pytest.raises(RuntimeError, match=r"Missing key.*closing\.averages"):
         other.load_state_dict({k: v for k, v in model.state_dict().items() if "1.closing.averages" not in k})
+
+
+def loop(model: nn.Module, steps: int, *, micro_batches: int = 1, calls=lambda part, parts: None) -> None:
+    """A training loop of a user. `calls` is called after every micro-batch, and after the optimizer's step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for number in range(steps):
+        x, target = images(number, 4)
+        for part in range(micro_batches):
+            (loss_of(model, x, target) / micro_batches).backward()
+            if part == micro_batches - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            calls(part + 1, micro_batches)
+
+
+@pytest.mark.parametrize("notices", [nn.Module.eval, nn.Module.state_dict], ids=["eval", "state_dict"])
+@pytest.mark.parametrize("start", [0, 0.5])
+def test_a_forgotten_step_is_noticed(start, notices):
+    model = converted()
+    phase = ClosingPhase(model, 40, start=start, end=1)
+    loop(model, 12)
+    with pytest.warns(UserWarning, match=r"Call phase\.step\(\) after every optimizer step") as found:
+        notices(model)
+    assert len(found) == 1
+    notices(model.train())  # once: a second warning would be an error
+    assert phase.done == 0
+
+
+def test_a_removed_phase_needs_no_steps():
+    model = converted()
+    ClosingPhase(model, 40, start=0).remove()
+    loop(model, 12)
+    model.eval()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_step_per_micro_batch_is_noticed(micro_batches):
+    model = converted()
+    phase = ClosingPhase(model, 100, start=0, end=1)
+    with pytest.warns(UserWarning, match="more often than the optimizer steps") as found:
+        loop(model, 10, micro_batches=micro_batches, calls=lambda part, parts: phase.step())
+    assert len(found) == 1
+
+
+def test_two_steps_per_optimizer_step_are_noticed():
+    model = converted()
+    phase = ClosingPhase(model, 100, start=0, end=1)
+    with pytest.warns(UserWarning, match="more often than the optimizer steps"):
+        loop(model, 10, calls=lambda part, parts: (phase.step(), phase.step()))
+
+
+def test_usual_loops_are_no_mistake():
+    """Accumulation, evaluations between steps, a step before the optimizer's, and a resumed training."""
+    model = converted()
+    phase = ClosingPhase(model, 40, start=0.2, end=0.5)
+    loop(model, 12, micro_batches=3, calls=lambda part, parts: part == parts and (model.eval().train(), phase.step()))
+    other = converted()
+    again = ClosingPhase(other, 40, start=0.2, end=0.5)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(phase.state_dict())
+    again.change_micro_batches(3, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(12):
+        optimizer.zero_grad()
+        loss_of(other, *images(number)).backward()
+        again.step()
+        optimizer.step()
+        other.eval().train()
+        other.state_dict()
+    for number in range(12):  # an optimizer that writes to `data`, whose changes are not counted
+        loss_of(other, *images(number)).backward()
+        for parameter in other.parameters():
+            parameter.data.sub_(0.01 * parameter.grad)
+        again.step()
+
+
+def test_steps_that_a_grad_scaler_skips_are_no_mistake():
+    model = converted()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+    phase = ClosingPhase(model, 100, start=0, end=1, scaler=scaler)
+    optimizer, skipped = torch.optim.SGD(model.parameters(), lr=0.01), 0
+    for number in range(60):
+        optimizer.zero_grad()
+        before = scaler.get_scale()
+        loss = scaler.scale(loss_of(model, *images(number)))
+        loss.backward()
+        if number < 12 or number % 5 == 0:
+            model[0].weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        phase.step()
+    assert skipped == 21
+
+
+def test_the_last_of_two_phases_counts():
+    model = converted()
+    first = ClosingPhase(model, 10, start=0, end=1)
+    second = ClosingPhase(model, 10, start=0, end=0)
+    with pytest.raises(RuntimeError, match="another ClosingPhase was made later"):
+        first.step()
+    first.remove()
+    loss_of(model, *images(0)).backward()
+    second.step()
+    assert norms_of(model)[0].closing.strength == 1
+
+
+def test_a_phase_that_was_not_resumed_is_noticed():
+    model, other = converted(), converted()
+    settled(model)
+    phase = ClosingPhase(other, 8, start=0.5, end=1)
+    other.load_state_dict(model.state_dict())
+    loss_of(other, *images(0)).backward()
+    with pytest.warns(UserWarning, match=r"at step 0 of 8.*call phase\.load_state_dict"):
+        phase.step()
+    phase.step()
+    fresh = converted()
+    fresh.load_state_dict(model.state_dict())
+    phase = ClosingPhase(fresh, 8, start=0.5, end=1)
+    phase.remove()
+    phase.step()
+    assert not norms_of(fresh)[0].closes
+
+
+def test_a_model_with_a_phase_is_copied_and_freed():
+    model = converted()
+    phase = ClosingPhase(model, 8, start=0, end=1)
+    assert copy.deepcopy(model)[1].phase is None and to_batchnorm(model, inplace=True)[1] is model[1]
+    torch.save(model, io.BytesIO())
+    assert phase.begun and not model._state_dict_hooks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from kalmannorm._model.micro_batches import Backwards
 from kalmannorm._model.settings import require_norms
+from kalmannorm._model.step_calls import StepCalls
 from kalmannorm._norms.closing import SAVED, ClosingState
 from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
@@ -24,6 +26,24 @@ from kalmannorm._support.checks import check_number, positive_int
 START, END = 0.3, 0.6
 _PLACE = LayerName.of("ClosingPhase.step")
 _CLOSING_KEY = re.compile(rf"(^|\.)closing\.({'|'.join(SAVED)})$")
+_REPLACED = (
+    "ClosingPhase.step: another ClosingPhase was made later for norms of this model, and this one no longer changes "
+    "them. Use one phase for a model, and call only its step"
+)
+_FORGOTTEN = (
+    "ClosingPhase: the optimizer has made many steps since the last call of phase.step(), so the strength of the "
+    "closing phase has not changed. Call phase.step() after every optimizer step. To train without the phase, call "
+    "phase.remove()."
+)
+_TOO_OFTEN = (
+    "ClosingPhase.step: it is called more often than the optimizer steps, so the closing phase runs ahead of the "
+    "training. With gradient accumulation call it once after optimizer.step(), not after every micro-batch."
+)
+_NOT_RESUMED = (
+    "ClosingPhase.step: the norms are in a closing phase, loaded with the model or begun by another ClosingPhase, but "
+    "this phase has not begun: it is at step {done} of {steps}. To resume a training, call phase.load_state_dict with "
+    "the saved state of its phase. To begin anew, call phase.remove() before the first step."
+)
 _CHANGED = (
     "ClosingPhase.step: the number of backwards in an optimizer step has changed from {before:g} to {now:g}, so the "
     "averages of gradients no longer fit. Continue from a checkpoint before the change. Before the first step with the "
@@ -114,6 +134,13 @@ class ClosingPhase:
             model.register_state_dict_post_hook(ClosingLast())  # type: ignore[no-untyped-call]
         self._ranks = Ranks(process_group)
         self._checked = False
+        self._replaced = False
+        self._calls, self._told = StepCalls(self._norms), set[str]()
+        for norm in self._norms:
+            other = None if norm.phase is None else norm.phase()
+            if other is not None and other is not self:
+                other._replaced = True
+            norm.phase = weakref.ref(self)
         self._backwards = Backwards()
         self._firsts: dict[torch.device, tuple[list[int], Tensor]] = {}
         self.done = 0
@@ -140,6 +167,12 @@ class ClosingPhase:
     @torch.no_grad()
     def step(self) -> None:
         """After an optimizer step: update the averages of gradients, and set λ of the next step."""
+        if self._replaced:
+            raise RuntimeError(_REPLACED)
+        if self._calls.called():
+            self._tell(_TOO_OFTEN)
+        if not self._checked and not self.begun and any(norm.closes for norm in self._norms):
+            self._tell(_NOT_RESUMED.format(done=self.done, steps=self.steps))
         self._backwards.note([self._update(states) for states in self._states()])
         changed = self._backwards.changed()
         if changed is not None:
@@ -163,8 +196,22 @@ class ClosingPhase:
 
     def remove(self) -> None:
         """End the phase: the norms normalize with their groups again, and the state is removed from them."""
+        if self._replaced:
+            return  # the state belongs to another phase
         for norm in self._norms:
             norm.end_closing()
+            norm.phase = None
+
+    def look(self) -> None:
+        """A norm calls it at `eval()` and `state_dict()`: warn if `step` was forgotten."""
+        if not self._replaced and self._calls.forgotten():
+            self._tell(_FORGOTTEN)
+
+    def _tell(self, message: str) -> None:
+        """Warn once."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, UserWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
         usual = self._backwards.usual
@@ -176,7 +223,9 @@ class ClosingPhase:
         usual = state.get("backwards")
         self._backwards.forget(None if usual is None else tuple(float(each) for each in usual))
         if not self.begun:
-            self.remove()
+            for norm in self._norms:
+                norm.end_closing()
+        self._calls.begin()
         self._set_strength()
 
     @torch.no_grad()
@@ -254,3 +303,11 @@ class ClosingLast:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and _CLOSING_KEY.search(key)]:
             state_dict[key] = state_dict.pop(key)
+
+
+def leave_order(model: nn.Module) -> None:
+    """Remove these hooks from a model and its parts."""
+    for module in model.modules():
+        hooks = module._state_dict_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ClosingLast)]:
+            del hooks[key]

@@ -26,6 +26,7 @@ from kalmannorm._model.class_swap import (
     swap_class,
     swap_to_batchnorm,
 )
+from kalmannorm._model.closing import leave_order
 from kalmannorm._model.norm_classes import batch_norms, known
 from kalmannorm._model.norm_layer import KalmanNorm
 from kalmannorm._model.optimization import watch_weight_decay
@@ -306,6 +307,7 @@ def to_batchnorm(model: nn.Module, *, inplace: bool = False) -> nn.Module:
             if isinstance(module, GroupedNorm):
                 swap_to_batchnorm(module)
         _disconnect(model)
+        leave_order(model)
     return model
 
 

@@ -64,6 +64,8 @@ class TrackedNorm(_BatchNorm):
     """Collects the statistics of forwards inside `accumulate_statistics`. The buffers do not change there."""
     closes: bool = False
     """Whether a closing phase has begun (`_norms/closing.py`). Its forward reads the statistics that it updates."""
+    phase: Any = None
+    """A weak reference to the `ClosingPhase` of this norm, which wants to know of `eval()` and `state_dict()`."""
     _arrived: Tensor | None = None
     """Counts the programs of one launch that have finished. It is zero between launches."""
 
@@ -214,6 +216,12 @@ class TrackedNorm(_BatchNorm):
             self._warn_skipped()
         return skipped
 
+    def _look(self) -> None:
+        """Let the closing phase notice that its step was forgotten."""
+        phase = None if self.phase is None or torch.compiler.is_compiling() else self.phase()
+        if phase is not None:
+            phase.look()
+
     def _warn_skipped(self) -> None:
         if not self._warned:
             self._warned = True
@@ -230,7 +238,7 @@ class TrackedNorm(_BatchNorm):
 
     def _matters(self, name: str) -> bool:
         """Whether an attribute is a setting, a method, a tensor or a module. Attributes that users add are not."""
-        if name in ("_posterior", "_arrived"):
+        if name in ("_posterior", "_arrived", "phase"):
             return False
         own = self.__dict__
         stored = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
@@ -246,6 +254,7 @@ class TrackedNorm(_BatchNorm):
     def train(self, mode: bool = True) -> TrackedNorm:
         if self.training and not mode:
             self.skipped()
+            self._look()
         super().train(mode)
         return self
 
@@ -270,7 +279,7 @@ class TrackedNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_pending", "_arrived"):
+        for name in ("_pending", "_arrived", "phase"):
             state.pop(name, None)
         return {**state, "_version": self._version}
 
@@ -284,6 +293,7 @@ class TrackedNorm(_BatchNorm):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.skipped()
+        self._look()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
