@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import (
@@ -979,3 +979,42 @@ def test_a_model_with_a_phase_is_copied_and_freed():
     assert copy.deepcopy(model)[1].phase is None and to_batchnorm(model, inplace=True)[1] is model[1]
     torch.save(model, io.BytesIO())
     assert phase.begun and not model._state_dict_hooks
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["first", "after other forwards"])
+@pytest.mark.parametrize("options", [{"to": "ghost"}, {}, {"fade_prior": True}, {"transition": "learned"}], ids=str)
+def test_update_bn_after_the_phase(options, prepared):
+    """It gives the statistics that `recalibrate` gives. Training then continues as before."""
+    options = dict(options)
+    fades = {"fade_prior": options.pop("fade_prior", False)}
+    model = converted(**options)
+    phase = settled(model, **fades)
+    other = copy.deepcopy(model)
+    if prepared:
+        train(model, phase, range(8, 10), rate=0.0)
+    data = [images(number, size)[0] for number, size in ((3, 8), (4, 8), (5, 6))]
+    recalibrate(other, data, progress=False)
+    update_bn(data, model)
+    for mine, theirs in zip(norms_of(model), norms_of(other), strict=True):
+        torch.testing.assert_close(mine.running_mean, theirs.running_mean, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(mine.running_var, theirs.running_var, rtol=1e-9, atol=1e-9)
+        theirs.closing.averages.copy_(mine.closing.averages)
+    results = []
+    for each in (model, other):
+        each.train().zero_grad()
+        loss_of(each, *images(9)).backward()
+        results.append([p.grad for p in each.parameters()])
+        assert not any(norm.reestimates for norm in norms_of(each))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
+
+
+def test_update_bn_while_the_strength_rises():
+    """The statistics are those of the groups' posteriors, as without a phase."""
+    model = converted()
+    other = copy.deepcopy(model)
+    ClosingPhase(model, 8, start=0, end=0, top=0.5)
+    data = [images(number)[0] for number in (3, 4)]
+    for each in (model, other):
+        update_bn(data, each)
+    for mine, theirs in zip(norms_of(model), norms_of(other), strict=True):
+        torch.testing.assert_close(mine.running_var, theirs.running_var)

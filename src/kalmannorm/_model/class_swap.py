@@ -68,7 +68,7 @@ def _library_names() -> set[str]:
         moving_average.MovingAverageBatchNorm1d(1),
     )
     added = {"then", "converted_from", "input_dims", "_arrived", "_pending", "calibrated", "prior_scale", "prior_shift"}
-    added |= {"phase"}
+    added |= {"phase", "reestimates"}
     return added.union(*map(_held, examples))
 
 

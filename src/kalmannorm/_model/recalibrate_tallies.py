@@ -5,7 +5,6 @@ The buffers keep their values until the end, because Batch Renorm corrects towar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -114,7 +113,7 @@ class GroupedTally(Tally):
 
         change(stack, norm, training=True, frozen=False, _track=track_apart)
         if norm.closes and norm.closing.settled and norm.total_variance:
-            change(stack, norm, _forward_train=self._with_the_whole_batch(norm._forward_train))
+            change(stack, norm, reestimates=True)
         if norm._pending is not None:
             change(stack, norm, _pending=None)
         if getattr(norm, "process_group", None) is not None:
@@ -123,25 +122,6 @@ class GroupedTally(Tally):
             change(stack, norm, process_group=None)
         if isinstance(norm, BatchKalmanNorm):
             stack.callback(norm.release)
-
-    def _with_the_whole_batch(self, forward_train: Callable[..., Any]) -> Callable[..., Any]:
-        """A training forward of a settled norm.
-
-        It trained with fixed statistics. Those of the whole batch are nearest to that, and each norm then sees its
-        input as the norms before it will produce it. The pooled statistics do not depend on the groups. One value per
-        channel has no variance. Then the old running statistics are used, as in training.
-        """
-        norm = self.norm
-
-        def forward(x: Tensor, previous: Moments | None, *rest: Any) -> Any:
-            with ExitStack() as inside:
-                if x.numel() > x.shape[1]:
-                    change(inside, norm, closes=False, statistics_batch_size=None)
-                    if previous is None and isinstance(norm, BatchKalmanNorm):  # its prior has faded
-                        change(inside, norm, _warn_without_previous=_no_warning)
-                return forward_train(x, previous, *rest)
-
-        return forward
 
     def updated(self, kind: str, average: Moments, batch: Moments, alpha: Tensor | float) -> Moments:
         if kind == "observed":
@@ -202,10 +182,6 @@ class BatchNormTally(Tally):
         if written and self.norm.num_batches_tracked is not None:
             self.norm.num_batches_tracked.fill_(state.batches)  # with `momentum=None` it is the weight of later batches
         return written
-
-
-def _no_warning() -> None:
-    pass
 
 
 def blank(like: Tensor) -> Tensor:

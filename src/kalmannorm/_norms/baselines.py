@@ -57,7 +57,8 @@ class GhostBatchNorm(GroupedNorm):
         return copied
 
     def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
-        return self.training and not self.frozen and self.closes == settled and not self._unused()
+        trains = self.training and not self.frozen and not self.reestimates
+        return trains and self.closes == settled and not self._unused()
 
     def has_usual_steps(self) -> bool:
         return has_steps_of(self, GhostBatchNorm)

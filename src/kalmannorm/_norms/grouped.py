@@ -46,7 +46,7 @@ INFERENCE_MODES: tuple[Inference, ...] = ("population", "batch", "example")
 _STEPS = {
     "_forward", "_forward_train", "_predict", "_train_alone", "_normalize", "_affine", "_idle",
     "_track_batch", "_tracking_request", "_track", "_pool", "_updated", "_update_statistics",
-    "_normalize_closing", "_target", "_settled_closing", "_drawn_to",
+    "_normalize_closing", "_target", "_settled_closing", "_drawn_to", "_forward_reestimated",
 }  # fmt: skip
 
 
@@ -81,6 +81,9 @@ class GroupedNorm(TrackedNorm):
     """Whether layers may compute its output again in the backward instead of keeping it. `fuse` sets it."""
     example_batch_size: int | None = None
     """m of `example` inference. None: the statistics batch of training."""
+    reestimates: bool = False
+    """Whether the statistics were reset in a closing phase, as `torch.optim.swa_utils.update_bn` does. Until the next
+    forward with gradients the norm cannot be drawn to them: see `_forward_reestimated`."""
     closing: ClosingState
     """The state of a closing phase. It exists if `closes` is true."""
     _layer_name: LayerName = LayerName("a norm", 0)
@@ -235,9 +238,10 @@ class GroupedNorm(TrackedNorm):
         self._check_input_dim(x)
         alike = residual is None or (isinstance(residual, Tensor) and _alike(residual, x))
         if self.training and not self.frozen:
+            train = self._forward_reestimated if self.reestimates else self._forward_train
             if alike:
-                return self._forward_train(x, previous, residual, relu)
-            y, posterior = self._forward_train(x, previous)
+                return train(x, previous, residual, relu)
+            y, posterior = train(x, previous)
         elif self.running_mean is not None and self.inference == "population":
             y, posterior = self._forward_population(x)
         else:
@@ -340,6 +344,39 @@ class GroupedNorm(TrackedNorm):
             y, posterior = self._train_jointly(x, prior, gain, rank_group)
             y = exportable.finish(y, residual, relu)
         return take_part(y, self._idle(prior)), posterior
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        if self.closes:
+            self.reestimates = True
+
+    def _forward_reestimated(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        """A training forward of a norm in its closing phase whose statistics were reset, to estimate them again."""
+        if torch.is_grad_enabled():
+            self.reestimates = False
+            return self._forward_train(x, previous, residual, relu)
+        return self._forward_outside_closing(x, previous, residual, relu)
+
+    def _forward_outside_closing(
+        self, x: Tensor, previous: Moments | None, residual: Tensor | None = None, relu: bool = False
+    ) -> tuple[Tensor, Moments]:
+        """A training forward that is not drawn to the running statistics, because these are estimated from it.
+
+        A settled norm trained with fixed statistics. Those of the whole batch are nearest to that, and each norm then
+        sees its input as the norms before it will produce it. The pooled statistics do not depend on the groups. One
+        value per channel has no variance. Then the running statistics are used, as in training.
+        """
+        whole = self.closing.settled and self.total_variance
+        if whole and x.numel() <= x.shape[1]:
+            return self._forward_train(x, previous, residual, relu)
+        size = self.statistics_batch_size
+        self.closes, self.statistics_batch_size = False, None if whole else size
+        try:
+            return self._forward_train(x, previous, residual, relu)
+        finally:
+            self.closes, self.statistics_batch_size = True, size
 
     def _train_alone(
         self, x: Tensor, prior: Moments | None, gain: Tensor | None, residual: Tensor | None, relu: bool

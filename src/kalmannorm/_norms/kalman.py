@@ -411,10 +411,19 @@ class BatchKalmanNorm(GroupedNorm):
     def takes_short_way(self, predicts: bool = False, settled: bool = False) -> bool:
         diagonal = self.covariance == "diagonal" and (self.transition is not None) == predicts
         alone = self.gain_logit is not None or not self._unused()
-        return diagonal and alone and self.training and not self.frozen and self.closes == settled
+        trains = self.training and not self.frozen and not self.reestimates
+        return diagonal and alone and trains and self.closes == settled
 
     def has_usual_steps(self) -> bool:
         return has_steps_of(self, BatchKalmanNorm)
+
+    def _forward_outside_closing(self, x: Tensor, previous: Moments | None, *rest: Any) -> tuple[Tensor, Moments]:
+        missed = self._missed_previous
+        self._missed_previous = missed or self.runs_faded()  # nobody has to be told that a faded prior is missing
+        try:
+            return super()._forward_outside_closing(x, previous, *rest)
+        finally:
+            self._missed_previous = missed
 
     def runs_faded(self) -> bool:
         """Whether the prior has faded: the norm is settled in a closing phase with `fade_prior`."""
