@@ -394,8 +394,8 @@ def paper() -> str:
             said(
                 f"*Batch and moving statistics of BKN agree* (the paper: {printed('bkn-learned-128x2', 'batch'):.1f} "
                 f"and {learned:.1f} %). Here `batch` inference is {gaps[0].size()} points above `population` with the "
-                f"paper's form, and {gaps[1].size()} points with ours. In training the net never ran with its moving "
-                "averages. A closing phase removes this gap.",
+                f"paper's form, and {gaps[1].size()} points with ours. In training the net never ran with its running "
+                "statistics. A closing phase removes this gap.",
                 all(each.above for each in gaps),
                 all(abs(_closed_gap(cell, m)) < 0.2 for cell in ("tiny100", "cifar10") for m in (2, 1)),
             ),

@@ -417,7 +417,7 @@ def _idea_sentences() -> list[str]:
         ),
         said(
             f"A closing phase whose backward uses the group's own sums loses at m = 1: {at(tiny, own[1]):.1f} against "
-            f"{at(tiny, averages):.1f} % with moving averages.",
+            f"{at(tiny, averages):.1f} % with averages over steps.",
             at(tiny, averages) - at(tiny, own[1]) > 2,
         ),
         said(

@@ -33,7 +33,7 @@ def evaluate(
 ) -> None:
     """Test a run in the inference modes population, batch and example, and recalibrated.
 
-    Recalibrated is population inference with statistics of the whole training set instead of moving averages. Of an
+    Recalibrated is population inference with statistics of the whole training set instead of running statistics. Of an
     unfinished run the last checkpoint is tested. The results are also written to RUN/evaluation.json. That file is
     deleted when the run is resumed.
     """

@@ -56,7 +56,12 @@ GIVEN = {
     ],
     "recipe.md": [
         NET + "net, steps, images = net(), 50, torch.randn(4, 3, 16, 16)\n"
-        "batches = [(images, torch.tensor([0, 1, 2, 3]))] * steps",
+        "batches = [(images, torch.tensor([0, 1, 2, 3]))] * steps\n" + "start = copy.deepcopy(net)",
+        "model = kalmannorm.convert(start, images, statistics_batch_size=2, weight_standardization=True)\n"
+        "optimizer = torch.optim.SGD(\n"
+        "    kalmannorm.parameter_groups(model, weight_decay=1e-3), lr=0.1, momentum=0.9, nesterov=True\n)\n"
+        "schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)\n"
+        "phase = kalmannorm.ClosingPhase(model, steps, start=0.02, end=0.12, fade_prior=True)",
     ],
     "statistics.md": [
         NET + "model = kalmannorm.convert(model, x)\nloss = F.cross_entropy\n"

@@ -29,7 +29,7 @@ def settings():
 def test_the_recipe_is_the_form_that_was_confirmed(m):
     setting = settings()[m]
     assert setting.form == SHORT[m] and setting.batch == 128
-    (block,) = blocks(DOCS / "recipe.md")
+    block, accumulated = blocks(DOCS / "recipe.md")
     assert "statistics_batch_size=2," in block and "# or 1;" in block
     scope: dict = {}
     exec(GIVEN["recipe.md"][0], scope)
@@ -45,6 +45,11 @@ def test_the_recipe_is_the_form_that_was_confirmed(m):
     norms = [module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)]
     assert len(norms) == 2 and {norm.statistics_batch_size for norm in norms} == {m}
     assert all(norm.closing.fades for norm in norms)
+    again = dict(scope)
+    exec(GIVEN["recipe.md"][1].replace("statistics_batch_size=2", f"statistics_batch_size={m}"), again)
+    exec(accumulated, again)  # with micro-batches the same weights are trained
+    for mine, theirs in zip(again["model"].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
     images = scope["images"]
     torch.testing.assert_close(scope["plain"](images), model(images), rtol=1e-3, atol=1e-4)
     for index in (0, 3):

@@ -1,4 +1,4 @@
-"""`ClosingPhase`: late in training, norms go over from the statistics of their groups to the running statistics.
+"""`ClosingPhase`: while they train, norms go over from the statistics of their groups to the running statistics.
 
 `_norms/closing.py` contains the formulas. Here are the schedule and the moving averages of gradients.
 """
