@@ -164,6 +164,7 @@ class Training:
         self.done += count
         if self.phase is not None:
             self.phase.done = self.done
+            self.phase._calls.begin()  # its step is a part of this one
             if self.done in self.turns:
                 with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                     self.phase._set_strength()
@@ -185,8 +186,11 @@ class Training:
 
     def _probes(self) -> list[Tensor]:
         """Tensors whose gradients the closing phase collects."""
+        return [norm.closing.probe for norm in self._closing_norms()]
+
+    def _closing_norms(self) -> list[kalmannorm.GroupedNorm]:
         norms = (module for module in self.model.modules() if isinstance(module, kalmannorm.GroupedNorm))
-        return [norm.closing.probe for norm in norms if norm.closes]
+        return [norm for norm in norms if norm.closes]
 
     def _forward(self, images: Tensor) -> Tensor:
         precision = torch.autocast(images.device.type, torch.bfloat16, images.is_cuda, cache_enabled=False)
@@ -226,7 +230,8 @@ class Training:
 
     def _state(self) -> list[Tensor]:
         state = [*self.model.parameters(), *self.model.buffers(), self.at]
-        state += [probe.grad for probe in self._probes() if probe.grad is not None]
+        for closing in (norm.closing for norm in self._closing_norms()):
+            state += [*closing.saved().values(), *([] if closing.probe.grad is None else [closing.probe.grad])]
         state += [tensor for velocity in self.velocity for tensor in velocity]
         if self.time is not None:
             state += [*self.time.rows.values(), self.time.counted]

@@ -83,7 +83,7 @@ def test_kernels_in_float32(strength, options, layout):
     nn.functional.cross_entropy(other(x), target.cuda()).backward()
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(theirs.grad.cpu().double(), mine.grad, rtol=1e-3, atol=1e-4, msg=name)
-    for (name, mine), theirs in zip(model.named_buffers(), other.buffers(), strict=True):
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(theirs.cpu().double(), mine.double(), rtol=1e-4, atol=1e-5, msg=name)
 
 

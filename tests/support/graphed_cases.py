@@ -60,13 +60,13 @@ def close(one, other, what=""):
 
 
 def alike(one, other):
-    """Parameters, gradients and buffers."""
+    """Parameters, gradients, and buffers with the state of a closing phase."""
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         close(a, b, name)
         if a.grad is not None:
             close(a.grad, b.grad, f"gradient of {name}")
-    for (name, a), b in zip(one.named_buffers(), other.buffers(), strict=True):
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
         close(a, b, name)
 
 

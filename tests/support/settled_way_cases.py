@@ -231,7 +231,7 @@ def seen_in_the_backward(model, x):
 def checkpointed(model, x):
     x = x.clone().requires_grad_()
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()) | {"x": x.grad}
+    return {name: p.grad for name, p in model.named_parameters()} | {**model.state_dict(prefix="now "), "x": x.grad}
 
 
 def statistics_move_before_the_backward(model, x):
