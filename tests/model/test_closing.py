@@ -1018,3 +1018,40 @@ def test_update_bn_while_the_strength_rises():
         update_bn(data, each)
     for mine, theirs in zip(norms_of(model), norms_of(other), strict=True):
         torch.testing.assert_close(mine.running_var, theirs.running_var)
+
+
+def strengths_of(steps: int, start: float, end: float) -> list[float]:
+    phase, found = ClosingPhase(converted(), steps, start=start, end=end), []
+    for phase.done in range(steps):
+        found.append(phase.strength)
+    return found
+
+
+def linear(steps: int, start: float, end: float) -> list[float]:
+    shares = [done / steps for done in range(steps)]
+    return [0.0 if s < start else 1.0 if s >= end else (s - start) / (end - start) for s in shares]
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "end"),
+    [
+        (1000, 0.02, 0.12),
+        (5865, 0.02, 0.12),
+        (40, 0.3, 0.6),
+        (330, 0.05, 0.35),
+        (330, 0.15, 0.45),
+        (10, 0, 0),
+        (50, 1, 1),
+    ],
+)
+def test_phases_of_usual_length_have_the_given_schedule(steps, start, end):
+    assert strengths_of(steps, start, end) == linear(steps, start, end)
+
+
+@pytest.mark.parametrize(
+    ("steps", "start", "end", "full"),
+    [(600, 0.02, 0.12, 0.02 + 100 / 600), (300, 0.02, 0.12, 0.32), (300, 0.9, 0.95, 1.0), (20, 0.5, 0.6, 0.8)],
+)
+def test_a_rise_in_few_steps_takes_longer(steps, start, end, full):
+    """At least 100 steps, or 30 % of the training. It is complete at the end of the training."""
+    assert strengths_of(steps, start, end) == pytest.approx(linear(steps, start, full))

@@ -248,7 +248,7 @@ def test_a_recomputed_forward_runs_as_its_first_one(reentrant):
 @pytest.mark.parametrize("options", [{}, {"top": 0.9}, {"present": 0.5}], ids=str)
 def test_when_norms_settle(options, runs):
     model = converted()
-    phase = ClosingPhase(model, 10, start=0.2, end=0.4, **options)
+    phase = ClosingPhase(model, 10, start=0.1, end=0.4, **options)
     seen = []
     for number in range(6):
         seen.append((phase.settled, len(runs)))

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from test_docs_code import DOCS, GIVEN, blocks
 from torch import nn
 from torch.nn import functional as F
@@ -93,3 +94,36 @@ def test_convert_trains_as_the_form_of_the_trials(m):
     for index in (0, 3):
         weight = dict(model[index].named_parameters())["weight"]
         torch.testing.assert_close(weight, tried[index].parametrizations.weight.original, rtol=1e-6, atol=1e-8)
+
+
+def test_a_short_training_does_not_diverge():
+    """300 steps on digits at m = 2, here the first 120. If λ rises in 30 of them, this seed ends with NaN."""
+    digits, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+    digits = ((digits - digits.mean()) / digits.std()).float().view(-1, 1, 8, 8)
+    torch.manual_seed(4)
+    layers = [
+        part
+        for number, (before, width) in enumerate([(1, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 32)])
+        for part in (
+            nn.Conv2d(before, width, 3, padding=1, stride=1 + (number == 3), bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+        )
+    ]
+    made = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    model = kalmannorm.convert(made, digits[:4], statistics_batch_size=2, weight_standardization=True)
+    groups = kalmannorm.parameter_groups(model, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=300)
+    phase = kalmannorm.ClosingPhase(model, 300, start=0.02, end=0.12, fade_prior=True)
+    losses = []
+    for _ in range(120):
+        chosen = torch.randint(0, 1400, (128,))
+        loss = F.cross_entropy(model(digits[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        phase.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert phase.strength == 1 and max(losses[100:]) < 1, losses

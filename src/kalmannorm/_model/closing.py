@@ -24,6 +24,12 @@ from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._support.checks import check_number, positive_int
 
 START, END = 0.3, 0.6
+LEAST_RISE, MOST_SHARE = 100, 0.3
+"""λ rises in at least so many steps, unless this would take more than this share of the training.
+
+Running statistics and averages of gradients follow the last 10 steps or so. If λ rises from 0 to 1 in 30 steps, a net
+that still learns fast runs away from them. That happened to the recipe in trainings of 300 steps.
+"""
 _PLACE = LayerName.of("ClosingPhase.step")
 _CLOSING_KEY = re.compile(rf"(^|\.)closing\.({'|'.join(SAVED)})$")
 _REPLACED = (
@@ -78,7 +84,9 @@ class ClosingPhase:
 
     Args:
         steps: optimizer steps of the whole training.
-        start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model.
+        start, end: shares of the training. `start=0, end=0` sets λ = 1 at once, for fine-tuning a trained model. If
+            there are fewer than 100 steps between them, λ rises in 100 steps, or in 30 % of the training if that is
+            less. Averages could not follow a faster rise.
         top: the strength at `end` and later. Below 1 a share of the noise of small groups stays, as regularization.
         momentum: weight of one step in the moving averages of gradients.
         fade_prior: the gain of a Kalman norm rises with λ from q to 1, so at λ = 1 the prior has no part any more, and
@@ -122,6 +130,8 @@ class ClosingPhase:
         if not isinstance(fade_prior, bool):
             raise TypeError(f"fade_prior must be True or False, got {fade_prior!r}")
         self.start, self.end, self.top, self.scaler = start, end, top, scaler
+        least = min(LEAST_RISE / self.steps, MOST_SHARE, 1 - start)
+        self._full = end if end == start or end - start >= least - 1e-9 else start + least  # where λ reaches its top
         self.momentum, self.fade_prior, self.present = momentum, fade_prior, present
         self._norms: list[GroupedNorm] = []
         for name, norm in require_norms(model, "ClosingPhase"):
@@ -157,7 +167,7 @@ class ClosingPhase:
         share = self.done / self.steps
         if share < self.start:
             return 0.0
-        return self.top * (1.0 if share >= self.end else (share - self.start) / (self.end - self.start))
+        return self.top * (1.0 if share >= self._full else (share - self.start) / (self._full - self.start))
 
     @property
     def settled(self) -> bool:
