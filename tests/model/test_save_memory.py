@@ -349,6 +349,17 @@ def test_copies_pickles_and_unfusing():
     assert type(kalmannorm.to_batchnorm(saving.eval()).blocks[0].conv1) is nn.Conv2d
 
 
+def test_folding_says_nothing_of_fused_layers():
+    """A convolution gets a bias. Warnings are errors here."""
+    x = images()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False))
+    net = net.append(nn.BatchNorm2d(4)).to(x.dtype)
+    saving = fused(kalmannorm.convert(net, x, statistics_batch_size=2), x).eval()
+    folded = kalmannorm.fold(saving)
+    assert [type(each) for each in folded] == [nn.Conv2d, nn.Identity, nn.ReLU, nn.Conv2d, nn.Identity]
+    torch.testing.assert_close(folded(x), saving(x))
+
+
 def test_an_output_can_be_saved_to_a_file():
     x = images()
     _, saving = small(x, 1)

@@ -24,6 +24,7 @@ from kalmannorm._norms.computed_weights import ComputedWeight, plain_weights
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._support.copying import copied
+from kalmannorm._support.fused_modules import unfuse
 from kalmannorm._wiring.foldable import foldable
 from kalmannorm._wiring.program import Fixed, Program
 from kalmannorm._wiring.recording.trace import trace
@@ -56,6 +57,7 @@ def fold(model: nn.Module, example_input: Any = None, *, inplace: bool = False) 
     if not inplace:
         model = copied(model)
         found = _norms(model)
+    unfuse(model)
     if plain_weights(model) and not found:
         return model.eval()
     layers = _layers_of_plan(found) if example_input is None else _layers_of_run(model, example_input, found)
