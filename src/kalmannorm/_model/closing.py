@@ -183,7 +183,7 @@ class ClosingPhase:
             self._tell(_TOO_OFTEN)
         if not self._checked and not self.begun and any(norm.closes for norm in self._norms):
             self._tell(_NOT_RESUMED.format(done=self.done, steps=self.steps))
-        self._backwards.note([self._update(states) for states in self._states()])
+        self._backwards.note([self._of_norms(states, self._update(states)) for states in self._states()])
         changed = self._backwards.changed()
         if changed is not None:
             raise RuntimeError(_CHANGED.format(before=changed[0], now=changed[1]))
@@ -261,15 +261,17 @@ class ClosingPhase:
         return list(found.values())
 
     def _update(self, states: list[ClosingState]) -> Tensor:
-        """In few operations on all norms. No value leaves the device. Returns how many backwards reached each norm."""
+        """In few operations on all norms. No value leaves the device, so a CUDA graph can contain it.
+
+        Returns how many backwards reached each channel, on all ranks together.
+        """
         probes = [state.probe.grad for state in states if state.probe.grad is not None]
         old = torch.cat([state.averages for state in states]).t()
         sums = torch.cat(probes).double().t()  # the number of backwards must not be rounded
         torch._foreach_zero_(probes)
         group = self._ranks.group()
-        ranks = 1
         if group is not None:
-            sums, ranks = sums.contiguous(), distributed.get_world_size(group)
+            sums = sums.contiguous()
             RankGroup(group, _PLACE).add_up(sums)
         backwards = sums[2]
         self._check(backwards)
@@ -280,7 +282,14 @@ class ClosingPhase:
         result = torch.stack([*averages, old[2] + moves], 1)
         widths = [len(state.averages) for state in states]
         torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths)))
-        return backwards[self._first_channels(widths, backwards.device)] / ranks
+        return backwards
+
+    def _of_norms(self, states: list[ClosingState], backwards: Tensor) -> Tensor:
+        """How many backwards reached each norm on a rank."""
+        group = self._ranks.group()
+        ranks = 1 if group is None else distributed.get_world_size(group)
+        first = self._first_channels([len(state.averages) for state in states], backwards.device)
+        return backwards[first] / ranks
 
     def _first_channels(self, widths: list[int], device: torch.device) -> Tensor:
         """Where the first channel of each norm is among all channels. Kept, because a copy to the device waits."""
