@@ -86,6 +86,7 @@ def readme() -> str:
             ),
             *filters.same_filters("tiny100"),
             *filters.same_groups("tiny100"),
+            *filters.moving("tiny100"),
         ]
     )
 
