@@ -264,7 +264,8 @@ def moving(cell: str) -> list[str]:
     """Moving Average Batch Norm beside BKN at the same m, where it was run."""
     name = "Moving Average Batch Norm"
     found = {m: others(cell, m)[name] for m in RECIPE if name in others(cell, m)}
-    return [compared(f"{name} at m = {m}", each, f"BKN at m = {m}") + "." for m, each in found.items()]
+    told = [compared(f"{name} at m = {m}", each, f"BKN at m = {m}") + "." for m, each in found.items()]
+    return told and [" ".join(told) + " It has BKN's learning rate and weight decay, which were not chosen for it."]
 
 
 def missing() -> list[str]:
