@@ -168,3 +168,34 @@ def test_a_replaced_norm_is_no_longer_waited_for():
     model[0][1] = frozen
     torch.testing.assert_close(model(x), expected)
     assert not kalmannorm.wiring(model).notes
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(block(3, 4), block(4, 4), block(4, 4)).double()
+
+    def forward(self, x):
+        for each in self.blocks:
+            x = each(x) if x.shape[1] == 3 else each(x) + x
+        return x
+
+
+@pytest.mark.parametrize("how", ["deleted", "an identity instead"])
+def test_a_removed_norm_warns(how):
+    """The prior of the last block also contains the belief about the norm of the block before it."""
+    x = image()
+    model = kalmannorm.convert(Chain(), x)
+    if how == "deleted":
+        del model.blocks[1]
+    else:
+        model.blocks[1] = nn.Identity()
+    with pytest.warns(UserWarning, match="'blocks.1.1' was replaced after conversion, and priors still read the old"):
+        model(x)
+    model(x)  # once
+    assert "'blocks.1.1' was replaced" in kalmannorm.wiring(model).summary
+    kalmannorm.rewire(model, x)
+    model(x)
+    assert not kalmannorm.wiring(model).notes
+    del model.blocks[-1]  # no prior reads its norm, and warnings are errors
+    model(x)

@@ -375,7 +375,10 @@ class Relay:
         if torch.compiler.is_compiling():  # norms outside of the graph may have run
             return paths[max(chosen, 0)]
         if chosen < 0:
-            wire.forget(which, self._unseen(paths[0].needs - ran.keys()))
+            unseen, model = self._unseen(paths[0].needs - ran.keys()), self.model.module()
+            wire.forget(which, unseen)
+            if unseen and model is not None:
+                self._warn_replaced(model)
             paths = wire.paths[which]
             chosen = _chosen(paths, ran)
         if chosen < 0:
@@ -533,7 +536,7 @@ class Relay:
                         state.posteriors.pop(candidate, None)
 
     def replaced(self, model: nn.Module) -> list[str]:
-        """Layers that priors still read, but that are no longer in the model."""
+        """Layers and norms that priors still read, but that are no longer in the model."""
         present = {id(module) for module in model.modules()}
         norms = [norm for norm in self.plan.norms.values() if id(norm.module.module()) in present]
         calls = [path for norm in norms for call in norm.calls for path in (call, *call.others)]
@@ -542,7 +545,22 @@ class Relay:
         lost = [
             i for i, step in steps.items() if isinstance(step, Parameter) and id(step.owner.module()) not in present
         ]
-        return list(dict.fromkeys(self.plan.owners[i] for i in lost))
+        found = [self.plan.owners[i] for i in lost]
+        if not self.learned:
+            found += self._removed(model, present, {need for path in calls for need in path.needs})
+        return list(dict.fromkeys(found))
+
+    def _removed(self, model: nn.Module, present: AbstractSet[int], needs: AbstractSet[int]) -> list[str]:
+        """Norms, of these, that are not in the model any more, and no frozen norm or other batch norm instead."""
+        modules = dict(model.named_modules())
+        own = {id(norm.module.module()) for norm in self.plan.norms.values()}
+        found = []
+        for name, norm in self.plan.norms.items():
+            now = modules.get(name)
+            kept = id(norm.module.module()) in present or not any(call.identity in needs for call in norm.calls)
+            if not kept and (now is None or id(now) in own or not hasattr(now, "running_mean")):
+                found.append(name)
+        return found
 
     def _warn_replaced(self, model: nn.Module) -> None:
         self.replacements = Changes.replacements
