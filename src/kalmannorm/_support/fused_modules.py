@@ -1,7 +1,8 @@
 """Fused modules: they run norms, sums and ReLUs in one pass. `fuse` gives each a subclass of its own class.
 
 The module keeps its parameters, children, hooks and names. Only its forward is replaced. The original forward runs if
-the module is called in a way that `fuse` did not see. It is restored if the module is changed.
+the module is called in a way that `fuse` did not see. It is restored if an attribute of the module is set. A child
+that is replaced in `_modules` directly is not noticed.
 """
 
 from __future__ import annotations
