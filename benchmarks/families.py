@@ -170,9 +170,9 @@ def main() -> None:
             fresh[row["model"] + row["library"]] = {**row, **made_by}
             print(family_table.line(row), flush=True)
     if options.check:
-        for key, row in fresh.items():
-            failed += [f"{row['model']}: {what}" for what in differences(before[key], row)]
-        print("" if failed else f"{len(fresh)} models are as in the record")
+        other = {key: found for key, row in fresh.items() if (found := differences(before[key], row))}
+        failed += [f"{fresh[key]['model']}: {what}" for key, found in other.items() for what in found]
+        print(f"{len(fresh) - len(other)} of {len(todo)} models are as in the record")
         sys.exit("\n".join(failed) or 0)
     kept = {} if options.search and options.only is None else before
     rows = sorted({**kept, **fresh}.values(), key=lambda row: (row["library"], row["family"], row["model"]))
