@@ -108,8 +108,10 @@ class ComputedWeight(_ConvNd):
             destination[prefix + self.option] = torch.ones((), dtype=torch.long, device=self.weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        own = {key: value for key, value in state_dict.items() if key != prefix + self.option}
-        super()._load_from_state_dict(own, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        unexpected: list[str] = rest[3]
+        if prefix + self.option in unexpected:
+            unexpected.remove(prefix + self.option)
 
     @property
     def filter(self) -> Tensor:
