@@ -268,6 +268,16 @@ def moving(cell: str) -> list[str]:
     return told and [" ".join(told) + " It has BKN's learning rate and weight decay, which were not chosen for it."]
 
 
+def elsewhere(cell: str) -> list[str]:
+    """The recipe on another cell, in one item. Empty if it was not run."""
+    found = differences(cell)
+    if not found:
+        return []
+    setting = f"{CELLS[cell].epochs} epochs, {min(seeds(cell))} seeds, {table.TEST[CELLS[cell].images]:,} test images"
+    told = [f"The same recipe with {NAMES[cell]} ({setting}): {_by_m(found, PLAIN)}.", *same_groups(cell)]
+    return [" ".join(told)]
+
+
 def missing() -> list[str]:
     """What the round lacks, by cell."""
     runs = ROUNDS[ROUND]

@@ -87,6 +87,7 @@ def readme() -> str:
             *filters.same_filters("tiny100"),
             *filters.same_groups("tiny100"),
             *filters.moving("tiny100"),
+            *[text for cell in trials.cells(test=True) if cell != "tiny100" for text in filters.elsewhere(cell)],
         ]
     )
 
