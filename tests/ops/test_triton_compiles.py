@@ -87,7 +87,7 @@ def test_a_settled_norm(shape, last, launch, residual, compiled, monkeypatch):
     def chosen(shape, _, **how):
         return (how := tiling.launch_of(shape, *launch))._replace(splits=max(how.splits, 1))
 
-    monkeypatch.setattr(triton_settled_run, "observing", chosen)
+    monkeypatch.setattr(triton_settled_run, "settling", chosen)
     x = torch.zeros(shape, dtype=torch.bfloat16)
     settle(x.contiguous(memory_format=torch.channels_last) if last else x, 2, residual, rows=3 if residual else 1)
     merged = {"settled_merge_kernel"} if launch[2] > 1 else set()

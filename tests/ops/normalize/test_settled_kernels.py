@@ -78,7 +78,7 @@ def force(monkeypatch, case):
             assert K == how.K, "too few chunks for what the case says"
             return how._replace(splits=max(how.splits, 1))
 
-        monkeypatch.setattr(triton_settled_run, "observing", chosen)
+        monkeypatch.setattr(triton_settled_run, "settling", chosen)
 
 
 @pytest.mark.parametrize("name", narrow(CASES, QUICK))

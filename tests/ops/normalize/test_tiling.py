@@ -119,3 +119,14 @@ def test_every_launch_can_be(processors, backward):
                 assert programs >= 0.9 * processors, (shape, how)
                 partial = 2 * 4 * shape.groups * seen.C * how.splits
                 assert partial <= 0.05 * 2 * shape.size, (shape, how)
+
+
+@pytest.mark.parametrize("processors", [1, 20, 46, 82, 108, 132, 144])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_every_settled_launch_can_be(processors, backward):
+    for shape in SIZES:
+        for wide in (False, True):
+            how = launch.settling(shape, processors, backward=backward, wide=wide)
+            assert how.chunks == shape.abreast(how.K).chunks(how.BR), (shape, how)
+            assert 1 <= how.splits <= max(how.chunks, 1) and 1 <= how.warps <= 16, (shape, how)
+            assert how.BR * how.BC <= 128 * 32 * how.warps, (shape, how)  # values of a thread

@@ -25,6 +25,8 @@ LONGEST = 2048
 """Most positions of a group for one program alone, in channels_last, even if only half the GPU is busy then."""
 SHORT = 16
 """Most chunks of a group for one program alone, in contiguous x, if there are few programs."""
+SMALL = 128
+"""Most positions of a group of a settled norm, in channels_last, that are read in tiles of 32 × 32 values."""
 LARGE = 64
 """Tiles per processor. From this number on tensors are far larger than the cache."""
 LEAST = 12800
@@ -163,6 +165,22 @@ def observing(
     return how._replace(splits=max(how.splits, 1))
 
 
+def settling(
+    shape: Shape, processors: int, *, backward: bool = False, residual: bool = False, wide: bool = False
+) -> Launch:
+    """The launch of a settled norm. One program has a whole group, as far as that fills the GPU: it merges nothing."""
+    how = None
+    if shape.channels_last:
+        if shape.slab <= SMALL and _programs(shape, 32) >= 1.8 * processors:
+            how = launch_of(shape, min(power(shape.slab), 32), min(power(shape.C), 32), 1, 1 if backward else 2)
+    elif (shape.L <= 256 or _tiles(shape, processors) < 8) and shape.chunks(_alone_rows(shape, 128)) <= SHORT:
+        how = _contiguous_alone(shape, processors, backward, 128)
+    if how is None:
+        return observing(shape, processors, backward=backward, residual=residual, wide=wide)
+    how = _halved(shape, how) if wide and not how.held else how
+    return how._replace(splits=max(how.splits, 1))
+
+
 def _forward_alone(shape: Shape, processors: int) -> Launch | None:
     """One program per group and block of channels, in channels_last. None if that would leave the GPU idle."""
     rows = power(shape.slab)
@@ -197,16 +215,16 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
     return _held(shape, 16, 64) if rows <= 1024 and by_16 >= 0.45 else None
 
 
-def _alone_rows(shape: Shape) -> int:
+def _alone_rows(shape: Shape, least: int = 64) -> int:
     """Positions of a tile in contiguous x: as long as a row, but short enough for prefetching."""
     BR = min(power(shape.L), 1024)
-    while BR > 64 and 1 < shape.chunks(BR) < 8:
+    while BR > least and 1 < shape.chunks(BR) < 8:
         BR //= 2
     return BR
 
 
-def _contiguous_alone(shape: Shape, processors: int, backward: bool) -> Launch | None:
-    BR = _alone_rows(shape)
+def _contiguous_alone(shape: Shape, processors: int, backward: bool, least: int = 64) -> Launch | None:
+    BR = _alone_rows(shape, least)
     if shape.chunks(BR) == 1:
         return launch_of(shape, BR, min(max(2048 // BR, 1), power(shape.C)), 0, 1)
     BC = min(max((1024 if backward else 2048) // BR, 1), max(512 // BR, 8), power(shape.C))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
 from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved
-from kalmannorm._ops.normalize.tiling import observing, shape_of
+from kalmannorm._ops.normalize.tiling import settling, shape_of
 from kalmannorm._ops.normalize.triton_rows import NOTHING, Shares, Step, aligned, direct, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
 from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, whole
@@ -33,10 +33,10 @@ class TritonSettledRows:
         self.relu, self.residual, self.keeps_output = relu, residual, residual and relu
         self.masked = relu and not residual
         rows = RowStrides(0, 0, 0, 0, 1)  # all groups have the same
-        how = observing(shape, processors, residual=residual, wide=wide)
+        how = settling(shape, processors, residual=residual, wide=wide)
         self.forward_launches = forward_launches(shape, how, x.device, rows, eps, relu, residual)
         self.forward_scratch = None if whole(how) else Shares(shape.groups, how.splits, how.K, shape.C)
-        how = observing(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
+        how = settling(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
         self.backward_launches = (
             backward_launch(shape, how, x.device, rows, relu, self.keeps_output, (False, False)),
             sums_launch(shape, how, x.device, 0, (True, True)),

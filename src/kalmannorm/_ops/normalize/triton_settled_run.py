@@ -14,7 +14,7 @@ from torch import Tensor
 from kalmannorm._ops.grid import blocks_of, power, processors_of
 from kalmannorm._ops.normalize import triton_settled as kernels
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs, SettledResults
-from kalmannorm._ops.normalize.tiling import Launch, Shape, observing, shape_of
+from kalmannorm._ops.normalize.tiling import Launch, Shape, settling, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, laid_out, pair, partial_sums, rooms_for, tile_of
 from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options
 
@@ -27,7 +27,7 @@ def whole(how: Launch) -> bool:
 def forward(inputs: SettledInputs) -> SettledResults:
     x, prior_mean, prior_var, gain, weight, bias, run_mean, run_var, statistics_batch_size, eps, residual, relu = inputs
     shape = shape_of(x, statistics_batch_size)
-    how = observing(shape, processors_of(x), residual=residual is not None, wide=x.dtype == torch.float32)
+    how = settling(shape, processors_of(x), residual=residual is not None, wide=x.dtype == torch.float32)
     parameters, row_strides = laid_out(weight, bias, prior_mean, prior_var, gain)
     y = torch.empty_like(x)
     # Separate tensors, because results of an op may not share memory.
@@ -75,7 +75,7 @@ def backward(given: SettledGrads) -> list[Tensor]:
     x, y, weight, bias = given.x, given.y, given.weight, given.bias
     shape = shape_of(x, given.statistics_batch_size)
     C = shape.C
-    how = observing(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
+    how = settling(shape, processors_of(x), backward=True, residual=y is not None, wide=x.dtype == torch.float32)
     filtered = given.prior_mean, given.prior_var, given.gain
     parameters, row_strides = laid_out(weight, bias, *filtered)
     at_posterior, at_observation = pair(given[13:15]), pair(given[15:17])
