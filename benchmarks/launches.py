@@ -2,13 +2,14 @@
 
     python benchmarks/launches.py --jobs 14 -o launches.csv    # promising launches, for shapes of common networks
     python benchmarks/launches.py --jobs 14 --both -o both.csv # for large tensors, forward and backward in turn
-    python benchmarks/launches.py --only 96x3136 -o some.csv   # only some shapes, in either sweep
+    python benchmarks/launches.py --jobs 14 --settled -o s.csv # settled norms, forward and backward in turn
+    python benchmarks/launches.py --only 96x3136 -o some.csv   # only some shapes, in any sweep
     python benchmarks/launches.py --read launches.csv          # the chosen launch, compared with the best measured one
 
 It times one norm with its ReLU in bf16, forward and backward separately, as CUDA graphs. Small tensors are in the
-cache, as they are after a convolution. Of large tensors there are several, used in turn. With `--both` there is one, as
-in `kalmannorm bench op`: many launches are tried for one direction, while the other uses the chosen launch. Before that
-`--jobs` processes build the kernels.
+cache, as they are after a convolution. Of large tensors there are several, used in turn. With `--both` and `--settled`
+there is one, as in `kalmannorm bench op`: many launches are tried for one direction, while the other uses the chosen
+launch. Before that `--jobs` processes build the kernels.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import power
-from kalmannorm._ops.normalize.arguments import Inputs, Results
-from kalmannorm._ops.normalize.tiling import Launch, Shape, launch_for, launch_of
+from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledGrads, SettledInputs
+from kalmannorm._ops.normalize.tiling import Launch, Shape, launch_for, launch_of, settling
 from kalmannorm.lab.machine.origin import commit
 
 RECORD = Path(__file__).parent / "records" / "launches-h200.csv"
@@ -40,6 +41,10 @@ PROCESSORS = 132
 """Processors of the H200 on which the record was measured."""
 SMALL = 7e6
 """The most values of a tensor that stays in the cache."""
+
+
+Kind = Literal["apart", "both", "settled"]
+"""Of a sweep: small and large tensors, large tensors with both directions in turn, settled norms."""
 
 
 class Case(NamedTuple):
@@ -97,6 +102,14 @@ CASES_OF_BOTH = _cases(
     32x32x12544m32 32x240x3136m2+ 32x96x3136m2 32x96x3136m32
     """,
 )
+
+
+SETTLED_CASES = _cases(
+    "NHWC", "32x2048x49m2 32x2048x49m32 32x512x49m2 32x256x196m2 8x512x784m2 2x256x3136m2 128x16x1024m2 256x512x196m2"
+) + _cases(
+    "NCHW", "32x2048x49m2 32x2048x49m32 32x512x49m2 256x512x196m2 128x16x1024m2 8x512x784m2 8x512x784m8 2x256x3136m2"
+)
+CASES_OF = {"apart": CASES, "both": CASES_OF_BOTH, "settled": SETTLED_CASES}
 
 
 def shared(s: Shape) -> Iterator[Launch]:
@@ -168,16 +181,27 @@ def alone(s: Shape) -> Iterator[Launch]:
             yield launch_of(s, BR, BC, 0, warps)
 
 
-def chosen(case: Case, direction: str) -> Launch:
-    return launch_for(case.shape, PROCESSORS, backward=direction == "backward", residual=case.residual)
+def settled(s: Shape) -> Iterator[Launch]:
+    """One or two programs for a group: small tiles of one to four warps."""
+    rows = power(s.slab if s.channels_last else s.L)
+    for BR in (32, 64, 128) if s.channels_last else (64, 128, 256, 512, 1024):
+        for BC in (16, 32, 64) if s.channels_last else (1, 2, 4, 8, 16):
+            for warps in (1, 2, 4):
+                if rows >= BR and power(s.C) >= BC and 256 * warps <= BR * BC <= min(2048 * warps, 4096):
+                    yield from (launch_of(s, BR, BC, splits, warps) for splits in (1, 2))
 
 
-def candidates(case: Case, both: bool = False) -> list[Launch]:
-    tried = [
-        *(chosen(case, direction) for direction in ("forward", "backward")),
-        *alone(case.shape),
-        *(shared_of_large if both else shared)(case.shape),
-    ]
+def chosen(case: Case, direction: str, kind: Kind = "apart") -> Launch:
+    choose = settling if kind == "settled" else launch_for
+    return choose(case.shape, PROCESSORS, backward=direction == "backward", residual=case.residual)
+
+
+def candidates(case: Case, kind: Kind = "apart") -> list[Launch]:
+    own = [chosen(case, direction, kind) for direction in ("forward", "backward")]
+    if kind == "settled":
+        found = [*own, *shared(case.shape), *settled(case.shape)]
+        return list(dict.fromkeys(how._replace(splits=max(how.splits, 1)) for how in found))
+    tried = [*own, *alone(case.shape), *(shared_of_large if kind == "both" else shared)(case.shape)]
     return [how for how in dict.fromkeys(tried) if power(case.shape.C * how.K) >= how.BC or how.BC == 16]
 
 
@@ -185,21 +209,43 @@ def tile(how: Launch) -> tuple[int, ...]:
     return how.BR, how.BC, how.warps, how.splits, how.K
 
 
+def image_of(case: Case, device: torch.device) -> Tensor:
+    N, C, L, _, last = case.shape
+    values = torch.randn(N, L, C, device=device).to(torch.bfloat16)
+    return values.transpose(1, 2).unsqueeze(3) if last else values.view(N, C, L, 1)
+
+
+def settled_calls(case: Case, device: torch.device) -> dict[str, list[Callable[[], object]]]:
+    """As `calls`, of a settled norm with a prior."""
+    from kalmannorm._ops.normalize import triton_settled_run
+
+    (_, C, _, m, _), residual = case
+    zeros, ones = torch.zeros(C, device=device), torch.ones(C, device=device)
+    prior = zeros[None], ones[None], ones / 2
+    x, g, other = (image_of(case, device) for _ in range(3))
+    inputs = SettledInputs(x, *prior, ones, zeros, zeros, ones, m, 1e-5, other if residual else None, True)
+    y, _, _, *seen, centre, rho = triton_settled_run.forward(inputs)
+    known = centre, rho, *seen, torch.zeros((C, 3), device=device)
+    grads = SettledGrads(
+        g, x, y if residual else None, *prior, ones, zeros, *known, None, None, None, None, m, True, residual
+    )
+    return {
+        "forward": [lambda: triton_settled_run.forward(inputs)],
+        "backward": [lambda: triton_settled_run.backward(grads)],
+    }
+
+
 def calls(case: Case, device: torch.device, copies: int) -> dict[str, list[Callable[[], object]]]:
     """Forward and backward, on `copies` sets of tensors."""
     from kalmannorm._ops.normalize import triton_run
 
-    (N, C, L, m, last), residual = case
-
-    def image() -> Tensor:
-        values = torch.randn(N, L, C, device=device).to(torch.bfloat16)
-        return values.transpose(1, 2).unsqueeze(3) if last else values.view(N, C, L, 1)
-
+    (_, C, _, m, _), residual = case
     rows = torch.zeros(1, C, device=device), torch.ones(1, C, device=device), torch.full((C,), 0.5, device=device)
     weight, bias = torch.ones(C, device=device), torch.zeros(C, device=device)
     found: dict[str, list[Callable[[], object]]] = {"forward": [], "backward": []}
     for _ in range(copies):
-        x, g, other = image(), image(), image() if residual else None
+        x, g, other = (image_of(case, device) for _ in range(3))
+        other = other if residual else None
         inputs = Inputs(x, *rows, weight, bias, m, 1e-5, other, True)
         results = triton_run.forward(inputs)
         found["forward"].append(lambda inputs=inputs: triton_run.forward(inputs))
@@ -236,29 +282,32 @@ def in_turn(apart: dict[str, list[Callable[[], object]]]) -> dict[str, list[Call
     return {direction: [lambda: (forward(), backward())] for direction in apart}
 
 
-def trying(how: Launch, case: Case, direction: str) -> Callable[..., Launch]:
-    """Replaces `launch_for`. The other direction uses the chosen launch."""
-    launches = {each: chosen(case, each) for each in ("forward", "backward")} | {direction: how}
+def trying(how: Launch, case: Case, direction: str, kind: Kind) -> Callable[..., Launch]:
+    """Replaces `launch_for` or `settling`. The other direction uses the chosen launch."""
+    launches = {each: chosen(case, each, kind) for each in ("forward", "backward")} | {direction: how}
     return lambda *_, backward=False, **__: launches["backward" if backward else "forward"]
 
 
-def sweep(device: torch.device, share: tuple[int, int] | None, both: bool, only: str) -> Iterator[list[object]]:
+def sweep(device: torch.device, share: tuple[int, int] | None, kind: Kind, only: str) -> Iterator[list[object]]:
     """One row for each launch. With a share, kernels are built and nothing is timed."""
-    from kalmannorm._ops.normalize import triton_run
+    from kalmannorm._ops.normalize import triton_run, triton_settled_run
 
     number = 0
-    for case in CASES_OF_BOTH if both else CASES:
+    for case in CASES_OF[kind]:
         if not re.search(only, word(case)):
             continue
-        triton_run.launch_for = launch_for
-        one = both or share or case.shape.size < SMALL
-        found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
-        for how in candidates(case, both):
+        triton_run.launch_for, triton_settled_run.settling = launch_for, settling
+        if kind == "settled":
+            found = settled_calls(case, device)
+        else:
+            one = kind == "both" or share or case.shape.size < SMALL
+            found = calls(case, device, 1 if one else max(2, min(8, round(6e7 / case.shape.size))))
+        for how in candidates(case, kind):
             number += 1
             if share and number % share[1] != share[0]:
                 continue
-            for direction, each in (in_turn(found) if both else found).items():
-                triton_run.launch_for = trying(how, case, direction)
+            for direction, each in (found if kind == "apart" else in_turn(found)).items():
+                triton_run.launch_for = triton_settled_run.settling = trying(how, case, direction, kind)
                 if share:
                     each[0]()
                     continue
@@ -280,9 +329,9 @@ def measured(path: Path) -> dict[tuple[Case, str], dict[tuple[int, ...], float]]
     return found
 
 
-def read(path: Path) -> None:
+def read(path: Path, kind: Kind) -> None:
     for (case, direction), times in measured(path).items():
-        own, best = tile(chosen(case, direction)), min(times, key=times.__getitem__)
+        own, best = tile(chosen(case, direction, kind)), min(times, key=times.__getitem__)
         name = f"{word(case)} {'NHWC' if case.shape.channels_last else 'NCHW'}"
         now = f"{times[own]:.1f} µs" if own in times else "not measured"
         print(f"{name:26} {direction:8} {own}: {now:12} best {best}: {times[best]:.1f} µs")
@@ -294,22 +343,25 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that build kernels")
     parser.add_argument("--read", type=Path, nargs="?", const=RECORD, help="a CSV, or the record of the H200")
     parser.add_argument("--both", action="store_true", help="large tensors, a forward and its backward in turn")
+    parser.add_argument("--settled", action="store_true", help="settled norms, a forward and its backward in turn")
     parser.add_argument("--only", default="", metavar="REGEX", help="shapes that match this, such as 32x96x784m2")
     parser.add_argument("--build", help=argparse.SUPPRESS)  # which share, such as 0/14
     arguments = parser.parse_args()
+    kind: Kind = "both" if arguments.both else "settled" if arguments.settled else "apart"
     if arguments.read:
-        read(arguments.read)
+        read(arguments.read, kind)
         return
     if not torch.cuda.is_available():
         sys.exit("a sweep needs a CUDA GPU; --read shows a record")
     device = torch.device("cuda", 0)
     if arguments.build:
         part, parts = map(int, arguments.build.split("/"))
-        assert not list(sweep(device, (part, parts), arguments.both, arguments.only))
+        assert not list(sweep(device, (part, parts), kind, arguments.only))
         return
     if arguments.output is None:
         sys.exit("-o FILE.csv: the file for the results")
-    builder = [sys.executable, __file__, *(["--both"] if arguments.both else []), "--only", arguments.only, "--build"]
+    which = [] if kind == "apart" else [f"--{kind}"]
+    builder = [sys.executable, __file__, *which, "--only", arguments.only, "--build"]
     builders = [[*builder, f"{i}/{arguments.jobs}"] for i in range(arguments.jobs)]
     for process in [subprocess.Popen(each) for each in builders]:
         process.wait()
@@ -317,7 +369,7 @@ def main() -> None:
     with arguments.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for row in sweep(device, None, arguments.both, arguments.only):
+        for row in sweep(device, None, kind, arguments.only):
             writer.writerow([*row, *about])
 
 
