@@ -12,8 +12,9 @@ from kalmannorm._ops.dispatch import on_device_of
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_guard_where_another_device_is_current(current, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    guard = on_device_of(SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    x = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, get_device=lambda: 1)
+    guard = on_device_of(x)
     assert isinstance(guard, torch.cuda.device) == (current == 0)
     assert current == 1 or guard.idx == 1
 

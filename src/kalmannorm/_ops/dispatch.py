@@ -195,10 +195,18 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not PLAIN.active and triton_for(device.index) is not None
 
 
+def on_current_device(x: Tensor) -> bool:
+    """Whether kernels for x can be launched as things are: Triton launches on the current device."""
+    return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+
+
+_HERE = nullcontext()
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """A context with the device of x as current device, because Triton launches on the current device."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+    if on_current_device(x):
+        return _HERE
     guard: AbstractContextManager[object] = torch.cuda.device(x.device)
     return guard
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.propagate.registered import CompiledBundle, bundle_rows
-from kalmannorm._ops.track.registered import find, track
+from kalmannorm._ops.track.registered import find, joined, track
 from kalmannorm._running.bundling import Source
 from kalmannorm._running.prior_bundles import PriorBundles, runner
 from kalmannorm._running.tracking_together import Update, track_together
@@ -262,7 +262,7 @@ class CompiledForward:
         moments, batches = self.untracked[place]
         if not moments:
             return None
-        left = place, torch.cat(list(moments.values())), list(moments), list(batches.values())
+        left = place, joined(list(moments.values())), list(moments), list(batches.values())
         moments.clear()
         batches.clear()
         return left

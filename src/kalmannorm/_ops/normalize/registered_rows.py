@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
-from kalmannorm._ops.dispatch import on_device_of, row_kernels_for
+from kalmannorm._ops.dispatch import on_current_device, on_device_of, row_kernels_for
 from kalmannorm._ops.library import below_autograd, register, register_differentiable
 from kalmannorm._ops.normalize import registered
 from kalmannorm._ops.normalize.aten_rows import AtenRows
@@ -26,9 +26,14 @@ KEPT = 1024
 _PREPARED: dict[tuple[Any, ...], RowKernels | None] = {}
 
 
+def _key(x: Tensor, rows: Tensor, size: int, eps: float, relu: bool, residual: bool) -> tuple[Any, ...]:
+    """What kernels are prepared for."""
+    return x.shape, x.stride(), x.dtype, x.device, rows.stride(0), rows.storage_offset() % 4, size, eps, relu, residual
+
+
 def _kernels(x: Tensor, rows: Tensor, size: int, eps: float, relu: bool, residual: bool) -> RowKernels | None:
     """Prepared kernels. None: PyTorch operations run, or x has gaps."""
-    key = x.shape, x.stride(), x.dtype, x.device, rows.stride(0), rows.storage_offset() % 4, size, eps, relu, residual
+    key = _key(x, rows, size, eps, relu, residual)
     if key not in _PREPARED:
         kind = row_kernels_for(x, size)
         usable = kind is not None and kind is not AtenRows and _dense(x) is x
@@ -46,16 +51,23 @@ def _dense(x: Tensor) -> Tensor:
 def _forward(
     x: Tensor, rows: Tensor, residual: Tensor | None, size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
+    kernels = _PREPARED.get(_key(x, rows, size, eps, relu, residual is not None))
+    if kernels is not None and on_current_device(x):
+        return _run_forward(kernels, x, rows, residual)
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual is not None)
-        if kernels is None:
-            weight, bias, mean, var, gain = rows.unbind(0)
-            y, *parts = registered.forward(_dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
-            return y, torch.cat([part.reshape(-1) for part in parts])
-        if residual is not None and residual.stride() != x.stride():
-            residual = torch.empty_like(x).copy_(residual)
-        moments = rows.new_empty(4 * kernels.groups * x.shape[1])
-        return kernels.forward(x, rows, residual, Memory(moments, Scratch()), 0), moments
+        if kernels is not None:
+            return _run_forward(kernels, x, rows, residual)
+        weight, bias, mean, var, gain = rows.unbind(0)
+        y, *parts = registered.forward(_dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
+        return y, torch.cat([part.reshape(-1) for part in parts])
+
+
+def _run_forward(kernels: RowKernels, x: Tensor, rows: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if residual is not None and residual.stride() != x.stride():
+        residual = torch.empty_like(x).copy_(residual)
+    moments = rows.new_empty(4 * kernels.groups * x.shape[1])
+    return kernels.forward(x, rows, residual, Memory(moments, Scratch()), 0), moments
 
 
 def _fake_forward(
@@ -71,14 +83,23 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x and of the rows. If y is given, it has the mask of the ReLU. Then the gradient of a residual, the
     masked `grad_y`, follows."""
+    kernels = _PREPARED.get(_key(x, rows, size, eps, relu, residual))
+    if kernels is not None and on_current_device(x):
+        return _run_backward(kernels, grad_y, x, rows, moments, y)
     with on_device_of(x):
         kernels = _kernels(x, rows, size, eps, relu, residual)
-        if kernels is None:
-            kept = moments.view(4, *rows.shape[1:]).unbind(0)
-            found = through_the_op(registered.backward, grad_y, _dense(x), rows, kept, y, (size, eps, relu))
-            return [*found[: 2 if y is None or not residual else 3]]
-        dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments, Scratch()), 0)
-        return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
+        if kernels is not None:
+            return _run_backward(kernels, grad_y, x, rows, moments, y)
+        kept = moments.view(4, *rows.shape[1:]).unbind(0)
+        found = through_the_op(registered.backward, grad_y, _dense(x), rows, kept, y, (size, eps, relu))
+        return [*found[: 2 if y is None or not residual else 3]]
+
+
+def _run_backward(
+    kernels: RowKernels, grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None
+) -> list[Tensor]:
+    dx, d_rows, d_residual = kernels.backward(grad_y, x, y, rows, Memory(moments, Scratch()), 0)
+    return [dx, d_rows] if y is None or d_residual is None else [dx, d_rows, d_residual]
 
 
 def _fake_backward(

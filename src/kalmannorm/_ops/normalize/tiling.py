@@ -218,7 +218,7 @@ def _backward_alone(shape: Shape, processors: int) -> Launch | None:
 def _alone_rows(shape: Shape, least: int = 64) -> int:
     """Positions of a tile in contiguous x: as long as a row, but short enough for prefetching."""
     BR = min(power(shape.L), 1024)
-    while BR > least and 1 < shape.chunks(BR) < 8:
+    while least < BR and 1 < shape.chunks(BR) < 8:
         BR //= 2
     return BR
 

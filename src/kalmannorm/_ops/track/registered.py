@@ -1,4 +1,4 @@
-"""The update of running statistics as a registered op, for compiled models: `kalmannorm::track`.
+"""The update of running statistics as registered ops, for compiled models: `kalmannorm::track`, `kalmannorm::joined`.
 
 A compiled graph holds the name of a model, and norms by number. The op finds the model, and the model finds the buffers
 of its norms. So the statistics are no inputs of the graph, and no guard has to check them. The op says that it changes
@@ -49,5 +49,18 @@ _TAGS = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "cud
 register("track", _SCHEMA, _track, _fake, _TAGS)
 
 
+def _joined(moments: list[Tensor]) -> Tensor:
+    return torch.cat(moments)
+
+
+def _fake_joined(moments: list[Tensor]) -> Tensor:
+    return moments[0].new_empty(sum(each.shape[0] for each in moments))
+
+
+register("joined", "(Tensor[] moments) -> Tensor", _joined, _fake_joined)
+
+
+joined: Callable[[list[Tensor]], Tensor] = torch.ops.kalmannorm.joined
+"""The moments of several norms as one tensor. One kernel copies them; inductor makes a kernel for each from a `cat`."""
 track: Callable[..., None] = torch.ops.kalmannorm.track
 """`numbers`: the batches of `Tracker.track_norms` one after the other, each of a length."""
