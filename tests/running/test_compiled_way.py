@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
-from kalmannorm import accumulate_statistics, fuse
+from kalmannorm import ClosingPhase, accumulate_statistics, convert, fuse
 from kalmannorm._model.settings import norms
 from kalmannorm._ops.propagate import registered as bundles
 from kalmannorm._ops.track import registered as tracking
@@ -76,6 +78,36 @@ def test_equals_eager_with_inductor(layout):
     model, x = model.to(memory_format=layout), x.to(memory_format=layout)
     counter = assert_equals_eager(model, [x, -x], "inductor")
     assert count(counter, NORM) == [3]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("settled", [False, True], ids=["", "settled"])
+def test_inductor_may_choose_the_layout(settled):
+    """It runs the convolutions of a contiguous model in channels_last. It must copy nothing around a norm."""
+    x = torch.randn(4, 16, 12, 12)
+    blocks = [[nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()] for _ in range(2)]
+    model = convert(nn.Sequential(*[layer for block in blocks for layer in block]), x, statistics_batch_size=2)
+
+    def step(model):
+        model(x).square().sum().backward()
+
+    if settled:
+        phase = ClosingPhase(model, steps=1, start=0.0, end=0.0)
+        step(model)
+        phase.step()
+        model.zero_grad()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True)
+
+    anew = torch._functorch.config.patch(enable_autograd_cache=False)
+    with anew, torch._inductor.config.patch(fx_graph_cache=False, force_layout_optimization=True):
+        _, codes = run_and_get_code(step, compiled)
+    step(model)
+    for (name, a), e in zip(compiled.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, rtol=1e-3, atol=1e-4, msg=name)
+    op = "settled" if settled else "normalize_rows"
+    assert len(codes) == 2 and all(f"torch.ops.kalmannorm.{op}" in code for code in codes)
+    kernels = {name for code in codes for name in re.findall(r"^ +(\w*_fused_\w+)[.(]", code, re.MULTILINE)}
+    assert kernels and not [name for name in kernels if op in name]
 
 
 @pytest.mark.parametrize("relu", [False, True])

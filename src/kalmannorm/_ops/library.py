@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 LIBRARY = torch.library.Library("kalmannorm", "FRAGMENT")  # it lives as long as the process
+ANY_LAYOUT = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "flexible_layout")
+"""The tag of an op whose tensors may have other strides than in the traced model. Inductor then copies nothing, if it
+runs a contiguous model in channels_last. Without the tag it copies x before every norm, and y behind it."""
 
 
 def register(
@@ -35,12 +38,13 @@ def register_differentiable(
     fake: Callable[..., Any],
     apply: Callable[..., Any],
     below: Implementation | None = None,
+    tags: tuple[torch.Tag, ...] = (),
 ) -> None:
     """The ops `name` and `name_forward`. `apply` applies an autograd function, whose forward calls `below_autograd`.
 
     `below` is the op `name_forward` if it differs from `name`.
     """
-    register(f"{name}_forward", *(below or (schema, run, fake)))
+    register(f"{name}_forward", *(below or (schema, run, fake)), tags)
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, apply, "Autograd")

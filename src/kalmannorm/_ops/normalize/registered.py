@@ -345,3 +345,8 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
         if x.dim() == rank and x.is_contiguous(memory_format=memory_format):
             return memory_format
     return torch.contiguous_format
+
+
+def dense(x: Tensor) -> Tensor:
+    """x without gaps. It is x itself if it has none."""
+    return x.contiguous(memory_format=memory_format_of(x))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmannorm._groups import group_count, group_size, statistics_dtype
 from kalmannorm._ops.dispatch import on_current_device, on_device_of, row_kernels_for
-from kalmannorm._ops.library import below_autograd, register, register_differentiable
+from kalmannorm._ops.library import ANY_LAYOUT, below_autograd, register, register_differentiable
 from kalmannorm._ops.normalize import registered
 from kalmannorm._ops.normalize.aten_rows import AtenRows
 from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
@@ -36,16 +36,12 @@ def _kernels(x: Tensor, rows: Tensor, size: int, eps: float, relu: bool, residua
     key = _key(x, rows, size, eps, relu, residual)
     if key not in _PREPARED:
         kind = row_kernels_for(x, size)
-        usable = kind is not None and kind is not AtenRows and _dense(x) is x
+        usable = kind is not None and kind is not AtenRows and registered.dense(x) is x
         if len(_PREPARED) >= KEPT:
             _PREPARED.clear()
         made = kind(x, size, eps, residual=residual, relu=relu, pitch=rows.stride(0)) if usable and kind else None
         _PREPARED[key] = made
     return _PREPARED[key]
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=registered.memory_format_of(x))
 
 
 def _forward(
@@ -59,7 +55,7 @@ def _forward(
         if kernels is not None:
             return _run_forward(kernels, x, rows, residual)
         weight, bias, mean, var, gain = rows.unbind(0)
-        y, *parts = registered.forward(_dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
+        y, *parts = registered.forward(registered.dense(x), mean, var, gain, weight, bias, size, eps, residual, relu)
         return y, torch.cat([part.reshape(-1) for part in parts])
 
 
@@ -74,7 +70,7 @@ def _fake_forward(
     x: Tensor, rows: Tensor, residual: Tensor | None, size: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
     groups = group_count(x.shape[0], group_size(x.shape[0], size))
-    return torch.empty_like(_dense(x)), x.new_empty(4 * groups * x.shape[1], dtype=statistics_dtype(x))
+    return torch.empty_like(registered.dense(x)), x.new_empty(4 * groups * x.shape[1], dtype=statistics_dtype(x))
 
 
 def _backward(
@@ -91,7 +87,7 @@ def _backward(
         if kernels is not None:
             return _run_backward(kernels, grad_y, x, rows, moments, y)
         kept = moments.view(4, *rows.shape[1:]).unbind(0)
-        found = through_the_op(registered.backward, grad_y, _dense(x), rows, kept, y, (size, eps, relu))
+        found = through_the_op(registered.backward, grad_y, registered.dense(x), rows, kept, y, (size, eps, relu))
         return [*found[: 2 if y is None or not residual else 3]]
 
 
@@ -106,7 +102,7 @@ def _fake_backward(
     grad_y: Tensor, x: Tensor, rows: Tensor, moments: Tensor, y: Tensor | None, size: int, eps: float, relu: bool,
     residual: bool,
 ) -> list[Tensor]:  # fmt: skip
-    like = _dense(x)
+    like = registered.dense(x)
     gradients = [torch.empty_like(like), rows.new_empty(rows.shape)]
     return gradients if y is None or not residual else [*gradients, torch.empty_like(like)]
 
@@ -142,12 +138,12 @@ _apply: Callable[..., tuple[Tensor, Tensor]] = _Node.apply
 _SCHEMA = (
     "(Tensor x, Tensor rows, Tensor? residual, SymInt statistics_batch_size, float eps, bool relu) -> (Tensor, Tensor)"
 )
-register_differentiable("normalize_rows", _SCHEMA, _forward, _fake_forward, _apply)
+register_differentiable("normalize_rows", _SCHEMA, _forward, _fake_forward, _apply, tags=ANY_LAYOUT)
 _SCHEMA = (
     "(Tensor grad_y, Tensor x, Tensor rows, Tensor moments, Tensor? y, SymInt statistics_batch_size, float eps, "
     "bool relu, bool residual) -> Tensor[]"
 )
-register("normalize_rows_backward", _SCHEMA, _backward, _fake_backward)
+register("normalize_rows_backward", _SCHEMA, _backward, _fake_backward, ANY_LAYOUT)
 
 
 normalize_rows: Callable[..., tuple[Tensor, Tensor]] = torch.ops.kalmannorm.normalize_rows
