@@ -9,6 +9,7 @@ differentiates the naive reference, so gradients of gradients are right but slow
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kalmannorm._groups import cast, group_count, group_size, statistics_dtype
 from kalmannorm._ops.dispatch import kernels_for, on_device_of
+from kalmannorm._ops.library import ANY_LAYOUT
 from kalmannorm._ops.normalize import exportable, naive
 from kalmannorm._ops.normalize.arguments import BACKWARD, FORWARD, BackwardInputs, Inputs, Results
 from kalmannorm._ops.normalize.recipes import Plan, Tensors, give, keep, plan_of
@@ -26,15 +28,20 @@ from kalmannorm.moments import Moments
 def forward(*given: Any) -> tuple[Tensor, ...]:
     """The op without the dispatcher."""
     inputs = Inputs(*given)
-    x = inputs.x
-    if inputs.residual is not None:
-        inputs = inputs._replace(residual=inputs.residual.contiguous(memory_format=memory_format_of(x)))
+    x, residual = dense(inputs.x), inputs.residual
+    if residual is not None:
+        residual = residual.contiguous(memory_format=memory_format_of(x))
+    inputs = inputs._replace(x=x, residual=residual)
     with on_device_of(x):
         results: Results = kernels_for(x, inputs.statistics_batch_size).forward(inputs)
     return tuple(results)  # type: ignore[arg-type]
 
 
-batch_kalman_norm = torch.library.custom_op("kalmannorm::batch_kalman_norm", forward, mutates_args=(), schema=FORWARD)
+# torch 2.6 has no tags for such ops. There inductor copies around them, as it does by default.
+_TAGS: dict[str, Any] = {"tags": ANY_LAYOUT} if "tags" in inspect.signature(torch.library.custom_op).parameters else {}
+batch_kalman_norm = torch.library.custom_op(
+    "kalmannorm::batch_kalman_norm", forward, mutates_args=(), schema=FORWARD, **_TAGS
+)
 
 
 @batch_kalman_norm.register_fake
@@ -43,7 +50,7 @@ def _(*given: Any) -> tuple[Tensor, ...]:
     x = inputs.x
     groups = group_count(x.shape[0], group_size(x.shape[0], inputs.statistics_batch_size))
     moments = (x.new_empty((groups, x.shape[1]), dtype=statistics_dtype(x)) for _ in range(4))
-    return torch.empty_like(x), *moments
+    return torch.empty_like(dense(x)), *moments
 
 
 def _backward(*flat: Any) -> list[Tensor]:
@@ -52,7 +59,8 @@ def _backward(*flat: Any) -> list[Tensor]:
 
 def backward(given: BackwardInputs) -> list[Tensor]:
     """The backward of the op without the dispatcher."""
-    x, grad_y, y = given.inputs.x, given.grads.y, given.results.y
+    x, grad_y, y = dense(given.inputs.x), given.grads.y, given.results.y
+    given = given._replace(inputs=given.inputs._replace(x=x))
     if grad_y is not None:
         grad_y = grad_y.contiguous(memory_format=memory_format_of(x))
         given = given._replace(grads=given.grads._replace(y=grad_y))
@@ -65,7 +73,7 @@ def backward(given: BackwardInputs) -> list[Tensor]:
 
 
 batch_kalman_norm_backward = torch.library.custom_op(
-    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=BACKWARD
+    "kalmannorm::batch_kalman_norm_backward", _backward, mutates_args=(), schema=BACKWARD, **_TAGS
 )
 
 
@@ -73,6 +81,7 @@ batch_kalman_norm_backward = torch.library.custom_op(
 def _(*flat: Any) -> list[Tensor]:
     given = BackwardInputs.of(*flat)
     x, prior_mean, prior_var, gain, weight = given.inputs[:5]
+    x = dense(x)
     gradients = [torch.empty_like(x)] if given.results.y is None else [torch.empty_like(x), torch.empty_like(x)]
     gradients += [t.new_empty(t.shape) for t in (prior_mean, prior_var, gain, weight) if t is not None]
     if given.bias_rows:
@@ -226,6 +235,7 @@ def run(*inputs: Any, region: Any = None) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _observe(x: Tensor, statistics_batch_size: int) -> tuple[Tensor, Tensor]:
+    x = dense(x)
     with on_device_of(x):
         moments: tuple[Tensor, Tensor] = kernels_for(x, statistics_batch_size).observe(x, statistics_batch_size)
     return moments
@@ -236,6 +246,7 @@ observe = torch.library.custom_op(
     _observe,
     mutates_args=(),
     schema="(Tensor x, SymInt statistics_batch_size) -> (Tensor, Tensor)",
+    **_TAGS,
 )
 
 
