@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -94,6 +95,42 @@ def test_launches_that_were_made_ready_give_the_same_bits(m, shift, monkeypatch)
         forget()
         for a, b in zip(results, step(seed), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 5, 5), (2, 64, 56, 56)], ids=["one launch", "two launches"])
+def test_launches_through_c_give_the_same_bits_in_every_thread(shape):
+    """The first thread has a CUDA context. A new one gets it from Triton."""
+    from kalmannorm._ops import triton_launching
+    from kalmannorm._ops.normalize.row_kernels import Memory, Scratch
+    from kalmannorm._ops.normalize.triton_rows import TritonRows
+
+    if not triton_launching.DIRECT:
+        pytest.skip("this Triton is asked every time")
+    torch.manual_seed(0)
+    x, grad_y = (torch.randn(shape, device="cuda").to(memory_format=torch.channels_last) for _ in range(2))
+    C = shape[1]
+    rows = torch.rand(5, 1, C, device="cuda")
+    kernels = TritonRows(x, 2, 1e-5, residual=False, relu=True, pitch=C)
+    found = []
+
+    def step():
+        memory = Memory(torch.empty(4 * kernels.step, device="cuda"), Scratch())
+        y = kernels.forward(x, rows, None, memory, 0)
+        dx, d_rows, _ = kernels.backward(grad_y, x, y, rows, memory, 0)
+        torch.cuda.synchronize()
+        found.append([y, memory.moments, dx, d_rows])
+
+    step()
+    launches = *kernels.forward_direct, *kernels.backward_direct
+    assert {type(launch).__name__ for launch in launches} == {"Launch"}
+    step()
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert len(found) == 3
+    for results in found[1:]:
+        for actual, expected in zip(results, found[0], strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_a_parameter_on_the_host_is_refused_at_every_call():

@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
         return cls(
             launch,
             tuple(
-                Operand(memory[each.tensor], 4 * each.offset) if isinstance(each, At) else operand(each)
+                Operand(memory[each.memory], 4 * each.offset) if isinstance(each, At) else operand(each)
                 for each in given
             ),
         )

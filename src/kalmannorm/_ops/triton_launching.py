@@ -16,9 +16,12 @@ other versions of Triton. There every launch uses Triton's normal path.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,21 +52,37 @@ DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None
 """Whether the arguments of the launcher's C function are known. They differ between versions of Triton."""
 
 
+class At(NamedTuple):
+    """A place in memory that changes from run to run: the number of the memory, and an offset in float32 values."""
+
+    memory: int
+    offset: int = 0
+
+
+Place = Tensor | At | float | None
+"""What an argument of a launch is: a tensor that stays where it is, a place in other memory, or a number."""
 Direct = Callable[..., None]
-"""Launches a kernel. Arguments: the stream, then the addresses of all tensors; None for a missing tensor."""
+"""Launches a kernel. Arguments: the stream, then the addresses of the memory that changes; None for a missing one."""
+Resolve = Callable[[Sequence[int | None]], Sequence[float | None]]
 
 
-def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...]) -> Direct:
-    """Call the C function of Triton's launcher, if its arguments are known, and if nobody hooks launches."""
+def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...], places: Sequence[Place]) -> Direct:
+    """Launch without Triton's checks, if nobody hooks launches: through `launcher.c`, or Triton's own C function.
+
+    The first arguments of the kernel are `places`. `settled` are the others.
+    """
     run, runtime = compiled[grid], getattr(triton.knobs, "runtime", None) if hasattr(triton, "knobs") else None
-    launcher = compiled.run
+    launcher, resolved = compiled.run, _resolver(places)
     scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
 
     def through_triton(stream: int, *addresses: int | None) -> None:
-        run(*addresses, *settled, stream=stream)
+        run(*resolved(addresses), *settled, stream=stream)
 
     if not DIRECT or any(scratch) or runtime is None:
         return through_triton
+    prepared = _prepared(compiled, grid, settled, places, through_triton)
+    if prepared is not None:
+        return prepared
     launch, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
     x, y, z = grid
@@ -71,11 +90,83 @@ def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...]
 
     def straight(stream: int, *addresses: int | None) -> None:
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            run(*addresses, *settled, stream=stream)
+            through_triton(stream, *addresses)
         else:
-            launch(x, y, z, stream, function, cooperative, dependent, *none, *addresses, *settled)
+            launch(x, y, z, stream, function, cooperative, dependent, *none, *resolved(addresses), *settled)
 
     return straight
+
+
+def _resolver(places: Sequence[Place]) -> Resolve:
+    """From the addresses of a call to the arguments of the kernel."""
+    if all(place is None or (isinstance(place, At) and place == At(i)) for i, place in enumerate(places)):
+        return lambda addresses: addresses
+    found = [_slot(place) for place in places]
+
+    def resolved(addresses: Sequence[int | None]) -> list[float | None]:
+        listed = (None, *addresses)
+        return [
+            value if slot == 0 else None if (address := listed[slot]) is None else address + value
+            for slot, value in found
+        ]
+
+    return resolved
+
+
+def _slot(place: Place) -> tuple[int, Any]:
+    """Which address of a call it is counted from, 0 for none, and how far from there; or a constant."""
+    if isinstance(place, At):
+        return 1 + place.memory, 4 * place.offset
+    return 0, place.data_ptr() if isinstance(place, Tensor) else place
+
+
+def _prepared(
+    compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...], places: Sequence[Place], otherwise: Direct
+) -> Direct | None:
+    """A launch of `launcher.c`. None if it cannot be built, or if the kernel needs what it does not offer."""
+    built = _launcher()
+    if built is None or compiled.run.launch_cooperative_grid:
+        return None
+    warps, blocks, shared = compiled.packed_metadata
+    if blocks != 1 or 0 in grid:
+        return None
+    slots, values = list[int](), list[int]()
+    for kind, place in zip(compiled.src.signature.values(), (*places, *settled), strict=True):
+        if kind != "constexpr":
+            slot, value = _slot(place)
+            slots.append(slot - 1)
+            values.append(value or 0 if kind.startswith("*") else packed(kind, value))
+    nothing = [0, 0]  # scratch memory of Triton, which these kernels do not use
+    module, address = built
+    hooks = triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
+    launch: Direct = module.prepare(
+        address, compiled.function, grid, 32 * warps, shared, bool(compiled.run.launch_pdl),
+        [*slots, -1, -1], values + nothing, *hooks, otherwise,
+    )  # fmt: skip
+    return launch
+
+
+_FORMATS = {"i1": "<?", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"}
+
+
+def packed(kind: str, value: float) -> int:
+    """A number as a kernel reads it, in the first bytes of an integer of 8 bytes."""
+    return int.from_bytes(struct.pack(_FORMATS[kind], value).ljust(8, b"\0"), "little")
+
+
+@functools.cache
+def _launcher() -> tuple[Any, int] | None:
+    """`launcher.c` as a module, and the address of `cuLaunchKernelEx`. None: Triton's launcher is used."""
+    try:
+        from triton.backends.nvidia import driver
+        from triton.runtime.build import compile_module_from_src
+
+        source = Path(__file__).with_name("launcher.c").read_text(encoding="utf-8")
+        module = compile_module_from_src(source, "kalmannorm_launcher", include_dirs=driver.include_dirs)
+        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
+    except Exception:  # the faster way is missing, and nothing else
+        return None
+    return None if address is None else (module, address)
 
 
 class Ready:
@@ -114,65 +205,54 @@ class Ready:
             self.built[tuple(kinds)] = compiled[(*self.grid, 1, 1)[:3]]
             self.compiled[tuple(kinds)] = compiled
 
-    def direct(self, *given: Tensor | float | None) -> Direct | None:
+    def direct(self, given: Sequence[Tensor | float | None], places: Sequence[Place] | None = None) -> Direct | None:
         """A launch on addresses, for tensors of the same dtypes, alignments and device as these. None: there is none.
 
         It exists only after a call with such tensors and the same numbers. It is faster, because nothing is checked.
+        Without `places` it is called with the address of each tensor, and with each number, which is not read.
         """
         kinds = tuple(
             (t.dtype, t.data_ptr() % ALIGNED == 0, t.get_device()) if isinstance(t, Tensor) else t for t in given
         )
         compiled = self.compiled.get(kinds)
-        return None if compiled is None else direct_launch(compiled, (*self.grid, 1, 1)[:3], self.settled)
-
-
-class At(NamedTuple):
-    """A place in memory that changes from run to run: the number of the tensor, and an offset in float32 values."""
-
-    tensor: int
-    offset: int = 0
+        if compiled is None:
+            return None
+        if places is None:
+            places = [At(i) if isinstance(each, Tensor) else each for i, each in enumerate(given)]
+        return direct_launch(compiled, (*self.grid, 1, 1)[:3], self.settled, places)
 
 
 class LaunchList:
-    """Launches that always follow one another, on the same tables and on memory that changes from run to run.
-
-    The arguments of a launch are those of `Ready`, or `At` for a place in the memory.
-    """
+    """Launches that always follow one another, on the same tables and on memory that changes from run to run."""
 
     def __init__(self) -> None:
-        self.listed: list[tuple[Ready, tuple[Tensor | At | float | None, ...]]] = []
-        self.direct: list[tuple[Direct, list[tuple[int, float | None]]]] = []
+        self.listed: list[tuple[Ready, tuple[Place, ...]]] = []
+        self.direct: list[Direct] = []
 
-    def add(self, launch: Ready, *given: Tensor | At | float | None) -> None:
-        self.listed.append((launch, given))
+    def add(self, launch: Ready, *places: Place) -> None:
+        self.listed.append((launch, places))
 
     def run(self, *memory: Tensor) -> None:
         """Make all launches on this memory. Each tensor is contiguous."""
-        addresses = [0, *map(Tensor.data_ptr, memory)]
+        addresses = [*map(Tensor.data_ptr, memory)]
         aligned = max(address % ALIGNED for address in addresses) == 0
         if self.direct and aligned:
             stream = torch._C._cuda_getCurrentRawStream(memory[0].get_device())
-            for launch, places in self.direct:
-                launch(stream, *[None if start is None else addresses[base] + start for base, start in places])
+            for launch in self.direct:
+                launch(stream, *addresses)
             return
         flat = [tensor.view(-1) for tensor in memory]
         given = [
-            [flat[each.tensor][each.offset :] if isinstance(each, At) else each for each in arguments]
-            for _, arguments in self.listed
+            [flat[each.memory][each.offset :] if isinstance(each, At) else each for each in places]
+            for _, places in self.listed
         ]
         for (launch, _), arguments in zip(self.listed, given, strict=True):
             launch(*arguments)
-        found = [launch.direct(*arguments) for (launch, _), arguments in zip(self.listed, given, strict=True)]
-        if aligned and None not in found:
-            placed = [list(map(_place, arguments)) for _, arguments in self.listed]
-            self.direct = [(launch, each) for launch, each in zip(found, placed, strict=True) if launch is not None]
-
-
-def _place(given: Tensor | At | float | None) -> tuple[int, float | None]:
-    """The number of a base address, 0 for none, and what is added to it."""
-    if isinstance(given, At):
-        return 1 + given.tensor, 4 * given.offset
-    return 0, given.data_ptr() if isinstance(given, Tensor) else given
+        if aligned:
+            found = [
+                launch.direct(arguments, places) for (launch, places), arguments in zip(self.listed, given, strict=True)
+            ]
+            self.direct = [launch for launch in found if launch is not None] if None not in found else []
 
 
 @functools.lru_cache(maxsize=KEPT)

@@ -17,7 +17,7 @@ from kalmannorm._ops.normalize.row_kernels import Memory
 from kalmannorm._ops.normalize.tiling import launch_for, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
 from kalmannorm._ops.propagate.bundle import ROWS
-from kalmannorm._ops.triton_launching import ALIGNED, Direct, Ready
+from kalmannorm._ops.triton_launching import ALIGNED, At, Direct, Place, Ready
 
 NOTHING = None, None, None, None
 
@@ -62,6 +62,7 @@ class TritonRows:
         self.backward_scratch = Shares.of(shape.groups, how.splits, how.K, shape.C)
         self.masked = mask is not None
         self.step = shape.groups * shape.C
+        self.pitch = pitch
         self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
         self.forward_direct: tuple[Direct, ...] = ()
         self.backward_direct: tuple[Direct, ...] = ()
@@ -76,20 +77,11 @@ class TritonRows:
         if not launches or (x_at | y_at | (residual_at or 0)) % ALIGNED or rows_at % ALIGNED != self.rows_offset:
             self._forward(x, y, rows, residual, memory.moments, start)
             return y
-        step, pitch = self.step_bytes, self.pitch_bytes
-        mean = memory.moments.data_ptr() + 4 * start
+        moments, shares = memory.moments, self.forward_scratch
+        scratch_at = None if shares is None else memory.scratch.of(moments, shares.values)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        addresses = (
-            rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
-            mean, mean + step, mean + 2 * step, mean + 3 * step,
-        )  # fmt: skip
-        if self.forward_scratch is None:
-            launches[0](stream, x_at, y_at, residual_at, *addresses)
-            return y
-        sums = memory.scratch.of(memory.moments, self.forward_scratch.values)
-        count = sums + self.forward_scratch.sums
-        launches[0](stream, x_at, sums, count)
-        launches[1](stream, x_at, y_at, residual_at, sums, count, *addresses)
+        for launch in launches:
+            launch(stream, x_at, y_at, residual_at, rows_at, moments.data_ptr() + 4 * start, scratch_at)
         return y
 
     def _forward(
@@ -99,8 +91,23 @@ class TritonRows:
         given = self.forward_arguments(x, y, rows.unbind(0), residual, moments, start)
         run(self.forward_launches, given)
         if aligned(x, y, residual):
-            self.forward_direct = direct(self.forward_launches, given)
+            self.forward_direct = direct(self.forward_launches, given, self._forward_places())
             self.rows_offset = rows.data_ptr() % ALIGNED
+
+    def _forward_places(self) -> Places:
+        """The arguments as places in x, y, residual, rows, moments and scratch."""
+        x, y, residual = At(0), At(1), At(2) if self.residual else None
+        parts = *self._rows(3), *self._moments(4)
+        if self.forward_scratch is None:
+            return [(x, y, residual, *parts)]
+        sums, count = At(5), At(5, self.forward_scratch.sums // 4)
+        return [(x, sums, count), (x, y, residual, sums, count, *parts)]
+
+    def _rows(self, memory: int) -> list[At]:
+        return [At(memory, row * self.pitch) for row in range(ROWS)]
+
+    def _moments(self, memory: int) -> list[At]:
+        return [At(memory, part * self.step) for part in range(4)]
 
     def forward_arguments(
         self, x: Tensor, y: Tensor, rows: Sequence[Tensor], residual: Tensor | None, moments: Tensor, start: int
@@ -129,21 +136,14 @@ class TritonRows:
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
             self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, memory.moments, start)
         else:
-            step, pitch = self.step_bytes, self.pitch_bytes
+            shares = self.backward_scratch
+            scratch_at = None if shares is None else memory.scratch.of(memory.moments, shares.values)
             mean, d_weight = memory.moments.data_ptr() + 4 * start, d_rows.data_ptr()
-            bias = rows_at + pitch if self.masked else None
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-            addresses = (
-                rows_at, bias, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
-                mean, mean + step, mean + 2 * step, mean + 3 * step, None, None, None, None,
-                d_weight, d_weight + step, d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step,
-            )  # fmt: skip
-            if self.backward_scratch is None:
-                launches[0](stream, grad_at, x_at, y_at, dx_at, d_residual_at, *addresses)
-            else:
-                sums = memory.scratch.of(memory.moments, self.backward_scratch.values)
-                launches[0](stream, grad_at, x_at, y_at, d_residual_at, sums, rows_at, bias, mean, mean + step)
-                launches[1](stream, d_residual_at or grad_at, x_at, dx_at, sums, *addresses)
+            for launch in launches:
+                launch(
+                    stream, grad_at, x_at, y_at, dx_at, d_residual_at, rows_at, mean, d_weight, scratch_at
+                )  # fmt: skip
         return dx, d_rows, d_residual if self.keeps_output else grad_y if self.residual else None
 
     def _backward(
@@ -162,7 +162,23 @@ class TritonRows:
         given = self.backward_arguments(grad_y, x, y, dx, d_rows, d_residual, rows.unbind(0), moments, start)
         run(self.backward_launches, given)
         if aligned(grad_y, x, y, dx, d_residual):
-            self.backward_direct = direct(self.backward_launches, given)
+            self.backward_direct = direct(self.backward_launches, given, self._backward_places(y is not None))
+
+    def _backward_places(self, masks: bool) -> Places:
+        """The arguments as places in grad_y, x, y, dx, d_residual, rows, moments, d_rows and scratch.
+
+        `masks`: y has the mask of the ReLU.
+        """
+        grad_y, x, y, dx = At(0), At(1), At(2) if masks else None, At(3)
+        d_residual = At(4) if self.keeps_output else None
+        weight, bias, *prior = self._rows(5)
+        kept, d_rows = self._moments(6), [At(7, row * self.step) for row in range(ROWS)]
+        affine = weight, bias if self.masked else None
+        parts = *affine, *prior, *kept, *NOTHING, *d_rows
+        if self.backward_scratch is None:
+            return [(grad_y, x, y, dx, d_residual, *parts)]
+        sums = At(8)
+        return [(grad_y, x, y, d_residual, sums, *affine, *kept[:2]), (d_residual or grad_y, x, dx, sums, *parts)]
 
     def backward_arguments(
         self,
@@ -205,6 +221,8 @@ class TritonRows:
 
 Given = Sequence[Sequence[Tensor | None]]
 """The arguments of several launches."""
+Places = Sequence[Sequence[Place]]
+"""The same as places in memory whose addresses are given at each call."""
 Step = tuple[Sequence[Ready], Given]
 
 
@@ -213,9 +231,13 @@ def run(launches: Sequence[Ready], given: Given) -> None:
         launch(*tensors)
 
 
-def direct(launches: Sequence[Ready], given: Given) -> tuple[Direct, ...]:
-    """The same launches on addresses, after `run`. Empty if one of them has none."""
-    found = [launch.direct(*tensors) for launch, tensors in zip(launches, given, strict=True)]
+def direct(launches: Sequence[Ready], given: Given, places: Places | None = None) -> tuple[Direct, ...]:
+    """The same launches on addresses, after `run`. Empty if one of them has none.
+
+    Without `places`, a launch is called with the addresses of its own tensors.
+    """
+    listed: Sequence[Sequence[Place] | None] = places or [None] * len(launches)
+    found = [launch.direct(tensors, each) for launch, tensors, each in zip(launches, given, listed, strict=True)]
     there = tuple(launch for launch in found if launch is not None)
     return there if len(there) == len(found) else ()
 
