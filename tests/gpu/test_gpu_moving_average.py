@@ -64,6 +64,7 @@ def test_steps_inside_a_graph():
     x, grad = pair(shape, torch.bfloat16, "channels_last")
     twin = copy.deepcopy(norm)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # x and the copies of the norm are made there
     with torch.cuda.stream(stream):
         for _ in range(3):
             step(norm, x, grad)
