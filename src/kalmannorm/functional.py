@@ -52,7 +52,7 @@ def normalize(
         dtype = statistics_dtype(x)
         mean, var = cast(prior.mean, dtype), cast(prior.var, dtype)
         gain = None if gain is None else cast(gain, dtype)
-    x = x.contiguous(memory_format=registered.memory_format_of(x))
+    x = registered.dense(x)
     y, *moments = registered.run(x, mean, var, gain, weight, bias, size or 0, eps, residual, relu, region=region)
     return y, Moments(*moments[:2]), Moments(*moments[2:])
 
@@ -67,9 +67,7 @@ def observe(x: Tensor, statistics_batch_size: int | None, *, join_last: bool) ->
         return exportable.observe_joined(x, size)
     if transformed():
         return exportable.observe_groups(x, size)
-    return Moments(
-        *registered.observe(x.contiguous(memory_format=registered.memory_format_of(x)), statistics_batch_size or 0)
-    )
+    return Moments(*registered.observe(registered.dense(x), statistics_batch_size or 0))
 
 
 def batch_kalman_norm(

@@ -269,7 +269,7 @@ def normalize_closing(
     """Output, posterior and observation, as `functional.normalize` returns them, in the closing phase."""
     dtype = statistics_dtype(x)
     given: list[Tensor | None] = [None, None, None] if prior is None else [prior.mean, prior.var, gain]
-    x = x.contiguous(memory_format=registered.memory_format_of(x))
+    x = registered.dense(x)
     y, *moments = _Closing.apply(  # type: ignore[no-untyped-call]
         x, *[None if each is None else cast(each, dtype) for each in given],
         *given_affine(affine, x.shape[1], x.device, dtype), residual, probe, *target,

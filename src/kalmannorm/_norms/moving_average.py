@@ -27,7 +27,7 @@ from kalmannorm._norms.grouped import GroupedNorm, Inference, recomputing
 from kalmannorm._ops.dispatch import moving_kernels_for, on_device_of, transformed
 from kalmannorm._ops.moving.arguments import History, Rows, Settings
 from kalmannorm._ops.normalize import exportable
-from kalmannorm._ops.normalize.registered import memory_format_of, watched
+from kalmannorm._ops.normalize.registered import dense, memory_format_of, watched
 from kalmannorm._ops.snapshot import snapshot
 from kalmannorm._ops.track.request import Kind
 from kalmannorm._support.activation_checkpoints import first_seen
@@ -131,7 +131,7 @@ class MovingAverageBatchNorm(GroupedNorm):
             raise RuntimeError("MovingAverageBatchNorm has a backward that torch.func cannot transform; call eval()")
         size = self.statistics_batch_size
         settings = Settings(size or 0, self.eps, self.warmup_steps)
-        x = x.contiguous(memory_format=memory_format_of(x))
+        x = dense(x)
         with torch.no_grad():
             seen = observe(x, size, join_last=False)
             # This forward changes what it reads. Its recomputation must read the old values.

@@ -37,7 +37,7 @@ def normalize_settled(
     """Output, posterior and observation, as `normalize_closing` returns them at λ = 1 without `present`."""
     dtype = statistics_dtype(x)
     filtered: list[Tensor | None] = [None, None, None] if prior is None else [prior.mean, prior.var, gain]
-    x = x.contiguous(memory_format=registered.memory_format_of(x))
+    x = registered.dense(x)
     y, *moments = _Settled.apply(  # type: ignore[no-untyped-call]
         x, *[None if each is None else cast(each, dtype) for each in filtered],
         *given_affine(affine, x.shape[1], x.device, dtype), residual, probe,
