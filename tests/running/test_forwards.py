@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from kalmannorm import convert, freeze_statistics, set_inference
-from kalmannorm._running.relay import Begin
+from kalmannorm._running.hooks import Begin
 from support import two_ranks
 from support.converted_net import KINDS, NON_LEAF, TRANSITIONS, Net, assert_same, image, net, state, step
 from support.listening import given

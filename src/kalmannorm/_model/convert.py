@@ -45,7 +45,10 @@ from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._norms.kalman import BatchKalmanNorm
 from kalmannorm._norms.online import OnlineNorm
 from kalmannorm._norms.transition import LearnedTransition
-from kalmannorm._running.relay import Begin, End, Path, Relay, Wire, keepable
+from kalmannorm._running.hooks import Begin, End
+from kalmannorm._running.paths import Path
+from kalmannorm._running.relay import Relay
+from kalmannorm._running.wires import Wire, keepable
 from kalmannorm._running.without_priors import connect_without_priors
 from kalmannorm._support.changes import Changes, watch_replacements
 from kalmannorm._support.checks import positive_int

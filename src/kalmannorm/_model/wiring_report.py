@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from kalmannorm._model.wiring_drawing import draw
-from kalmannorm._running.relay import Begin, Relay, Wire
+from kalmannorm._running.hooks import Begin
+from kalmannorm._running.relay import Relay
+from kalmannorm._running.wires import Wire
 from kalmannorm._wiring.plan import NEVER_RAN, Plan
 
 

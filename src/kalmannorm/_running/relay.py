@@ -14,9 +14,8 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,28 +27,24 @@ from kalmannorm._ops.track.request import TrackingRequest
 from kalmannorm._running.compiled_way import (
     CompiledForward,
     CompiledModel,
-    Key,
     prepared,
-    site_of,
     track_norms,
     track_traced,
 )
 from kalmannorm._running.learned_way import LearnedForward
+from kalmannorm._running.paths import Path
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Memo, Scope, ThreadState, kept_by
 from kalmannorm._running.short_way import ShortForward
-from kalmannorm._support.activation_checkpoints import Segment, recompute_id, saved_tensors_hooked, segments, unseen
+from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments, unseen
 from kalmannorm._support.changes import Changes
 from kalmannorm._support.compiling import (
     begin_traced,
     current,
     end_traced,
-    in_whole_model,
-    leave_to_python,
-    set_callback,
 )
-from kalmannorm._support.pickles import Complete, check_complete
-from kalmannorm._support.tracing import jit_traces, untraced
+from kalmannorm._support.pickles import check_complete
+from kalmannorm._support.tracing import untraced
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Parameter, parted
 from kalmannorm._wiring.weak_modules import WeakModule
@@ -136,7 +131,7 @@ class Relay:
             self._clear(state)
             state.left = None  # of a forward that failed
             if self.replacements != Changes.replacements and not torch.compiler.is_compiling():
-                self._warn_replaced(part)
+                self.warn_replaced(part)
         if whole or not state.whole:
             state.depth = 0  # parts do not nest: an open one was interrupted
         if state.depth == 0 and state.short is not None:  # the forward calls itself, or was interrupted
@@ -199,7 +194,7 @@ class Relay:
         state.pending.clear()
         state.inner.clear()
 
-    def _segments(self) -> list[Segment]:
+    def open_segments(self) -> list[Segment]:
         """The segments inside the forward of the model, innermost first."""
         active, state = segments(), self.state
         if state.depth > 0 and state.home is not None:
@@ -214,7 +209,7 @@ class Relay:
         In a recomputation it need not be the only one. A segment inside it may have asked for its own input, and torch
         recomputes the outer one for that. The state that a segment keeps tells how its norms ran.
         """
-        active = self._segments()
+        active = self.open_segments()
         if not active or active[0].reentrant():
             return None
         return active[0] if len(active) == 1 or active[0].recomputed else None
@@ -251,7 +246,7 @@ class Relay:
         """The index of this call, for norms that run several times in one forward."""
         if calls == 1:
             return 0
-        active = self._segments()
+        active = self.open_segments()
         count = self._count(first, active, self._scopes(active))
         return min(count, calls - 1) if self.state.depth > 0 or active else count % calls
 
@@ -283,7 +278,7 @@ class Relay:
     def deliver(self, call: int, posterior: Moments | Tensor) -> None:
         if call not in self.readers:
             return
-        active, state = self._segments(), self.state
+        active, state = self.open_segments(), self.state
         for segment, scope in zip(active, self._scopes(active), strict=True):
             scope.posteriors[call] = posterior
             if segment.recomputed:
@@ -299,7 +294,7 @@ class Relay:
 
     def evaluate(self, call: int, target: int, sources: tuple[int, ...], x: Tensor) -> Moments | None:
         """The moments that reach a norm. None if a posterior that it needs did not arrive."""
-        active, state = self._segments(), self.state
+        active, state = self.open_segments(), self.state
         scopes = self._scopes(active)
         arrived: dict[int, Moments] = {}
         for source in sources:
@@ -316,7 +311,7 @@ class Relay:
             return Prior.of_rows(rows)
         previous = self.program.evaluate(target, context, self._memo(scopes, bool(sources), x))
         if not state.whole:
-            self._consume(call, sources)
+            self.consume(call, sources)
         return previous
 
     def _rows(self, call: int, target: int, context: Context, active: list[Segment]) -> Tensor | None:
@@ -356,38 +351,6 @@ class Relay:
 
         return prior
 
-    def path(self, wire: Wire, which: int) -> Path | None:
-        """The path that leads to a norm in this forward: of those with all their norms, the one with the most norms.
-
-        None if there is none. If parts are called by themselves, it is not known what ran: the path of the example.
-        """
-        paths = wire.paths[which]
-        if len(paths) == 1 and not paths[0].needs:
-            return paths[0]
-        active, state, call = self._segments(), self.state, wire.calls[which]
-        if active and active[0].recomputed:
-            chosen = kept_by(active[0], self).paths.get(call, 0)
-            return None if chosen < 0 else paths[chosen]
-        ran = self.ran()
-        if not state.whole or ran is None:
-            return paths[0]
-        chosen = _chosen(paths, ran)
-        if torch.compiler.is_compiling():  # norms outside of the graph may have run
-            return paths[max(chosen, 0)]
-        if chosen < 0:
-            unseen, model = self._unseen(paths[0].needs - ran.keys()), self.model.module()
-            wire.forget(which, unseen)
-            if unseen and model is not None:
-                self._warn_replaced(model)
-            paths = wire.paths[which]
-            chosen = _chosen(paths, ran)
-        if chosen < 0:
-            self.missed[call] = tuple(sorted(paths[0].needs - ran.keys()))
-        if chosen != 0:
-            for segment in active:
-                kept_by(segment, self).paths[call] = chosen
-        return None if chosen < 0 else paths[chosen]
-
     def ran(self) -> dict[int, int] | None:
         """The norms that ran in this forward. None if that is not known, in a trace that does not contain all of it."""
         if not torch.compiler.is_compiling():
@@ -395,7 +358,7 @@ class Relay:
         forward = current(self.number)
         return None if forward is None else forward.ran
 
-    def _unseen(self, calls: AbstractSet[int]) -> frozenset[int]:
+    def unnoticed(self, calls: AbstractSet[int]) -> frozenset[int]:
         """Those of these norms that may run unnoticed: in compiled code, or because another module replaced them."""
         model = self.model.module()
         present = set() if model is None else {id(module) for module in model.modules()}
@@ -483,7 +446,7 @@ class Relay:
 
     def keep_entering(self, sources: tuple[int, ...]) -> None:
         """Keep posteriors that enter a segment, for a recomputation that takes the long way."""
-        active = self._segments()
+        active = self.open_segments()
         scopes = self._scopes(active)
         for source in sources:
             self._find_posterior(source, active, scopes)
@@ -524,7 +487,7 @@ class Relay:
         """Update statistics for compiled code. `norms` are the first calls of the norms."""
         track_norms(self.norms, self.compiled_tables, moments, norms, batches)
 
-    def _consume(self, call: int, sources: tuple[int, ...]) -> None:
+    def consume(self, call: int, sources: tuple[int, ...]) -> None:
         state = self.state
         for source in sources:
             for candidate in (source, *self.earlier.get(source, ())):
@@ -562,7 +525,7 @@ class Relay:
                 found.append(name)
         return found
 
-    def _warn_replaced(self, model: nn.Module) -> None:
+    def warn_replaced(self, model: nn.Module) -> None:
         self.replacements = Changes.replacements
         found = [name for name in self.replaced(model) if name not in self.told]
         if found:
@@ -583,244 +546,3 @@ class Relay:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-class Path(NamedTuple):
-    """One way in which norms feed a call.
-
-    The number of the call, the step of the prior, posteriors that it reads, and norms that must have run, by their
-    first calls.
-    """
-
-    call: int
-    target: int | None
-    sources: tuple[int, ...]
-    needs: frozenset[int]
-
-
-def _chosen(paths: Sequence[Path], ran: dict[int, int]) -> int:
-    """The index of the path with the most norms, all of which ran. Of several, the one whose last norm ran last."""
-    best, chosen = (-1, -1), -1
-    for index, path in enumerate(paths):  # simple enough for compilers
-        latest = -1
-        for norm in path.needs:
-            if norm not in ran:
-                break
-            latest = max(latest, ran[norm])
-        else:
-            if (len(path.needs), latest) > best:
-                best, chosen = (len(path.needs), latest), index
-    return chosen
-
-
-@dataclass
-class Wire(Complete):
-    """Connects one norm to the relay. `calls` are its calls in the trace, each with the paths that lead to it."""
-
-    relay: Relay
-    calls: tuple[int, ...]
-    paths: tuple[tuple[Path, ...], ...]
-    first: tuple[bool, ...]  # whether no norm runs before this call
-    last: tuple[bool, ...]  # whether no norm runs after this call
-    kept: tuple[nn.Module, ...] = ()  # modules that its priors read, kept even if the model is deleted: see `keepable`
-
-    expects = True  # whether the last call should have had a prior
-    single = False  # whether the norm runs once, on one path
-
-    def __post_init__(self) -> None:
-        self.single = self._is_single()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.single = self._is_single()
-
-    def _is_single(self) -> bool:
-        return len(self.calls) == len(self.paths[0]) == 1
-
-    def forget(self, which: int, norms: frozenset[int]) -> None:
-        """Do not wait for these norms any more."""
-        if norms:
-            paths = list(self.paths)
-            paths[which] = tuple(path._replace(needs=path.needs - norms) for path in paths[which])
-            self.paths = tuple(paths)
-
-    def calibrate(self) -> None:
-        """From now on, scale and shift every prior of the norm by the norm's constants."""
-        self.paths = self.relay.calibrated(self.calls[0], self.paths)
-
-    def begin(self) -> int:
-        """Called once per forward of the norm. Returns the index of this call."""
-        which = self.relay.call_index(self.calls[0], len(self.calls))
-        if self.first[which] and torch.compiler.is_compiling():
-            self.relay.begin_compiled(torch.compiler.is_dynamo_compiling())
-        ran = self.relay.ran()
-        if ran is not None:
-            ran[self.calls[0]] = len(ran)
-        return which
-
-    def normalize(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor | None:
-        """The whole forward of the norm on the short way. None if it must take the long way."""
-        if not self.single:
-            return None
-        segment = None
-        if saved_tensors_hooked():
-            segment = self.relay.segment()
-            if segment is None:  # hooks of others must see every norm
-                return None
-            if segment.recomputed:
-                return self._repeat(norm, x, residual, relu, segment)
-        state = self.relay.state
-        forward = state.short
-        if forward is None:
-            return None
-        call, target, sources, needs = self.paths[0][0]
-        ran = state.ran
-        if norm.closes and state.postponed.waiting:
-            state.postponed.run_before_reading(norm.running_mean, self.relay.tables)
-        # After a long run another one follows: both are then tracked in the order in which they ran.
-        ready = not state.whole or (call not in ran and needs <= ran.keys())
-        y: Tensor | None = None
-        if segment is None:
-            y = forward.normalize(call, target, norm, x, residual, relu) if ready else None
-        else:
-            kept = kept_by(segment, self.relay).repeated
-            if ready and call not in kept:
-                y = forward.normalize(call, target, norm, x, residual, relu, segment.region(), kept)
-                if y is not None and sources:
-                    self.relay.keep_entering(sources)
-            kept.setdefault(call, None)  # the recomputation repeats the first run, so a later one is never short
-        if y is not None:
-            ran[call] = len(ran)
-            if sources and not state.whole:
-                self.relay._consume(call, sources)
-        return y
-
-    def _repeat(self, norm: Any, x: Tensor, residual: Tensor | None, relu: bool, segment: Segment) -> Tensor | None:
-        """In a recomputation: what the first forward did, if that was on the short way."""
-        found = kept_by(segment, self.relay).repeated.get(self.calls[0])
-        if found is None or not self.relay.first_in_recomputation(self.calls[0], segment):
-            return None
-        y = found.run(norm, x, residual, relu, segment.region())
-        return norm._finish(y, residual is not None or relu) if y is not None and norm.then else y
-
-    def place(self, device: torch.device, dtype: torch.dtype) -> tuple[str, int, Key, int, bool, bool, bool] | None:
-        """Where the norm is, for compiled code: the first fields of `Known` in `_norms/compiled.py`.
-
-        None if it runs more than once, needs the posteriors of others, or is in no bundle.
-        """
-        alone = self.single and not self.paths[0][0].sources
-        found = site_of(self.relay, self.calls[0], device, dtype) if alone else None
-        if found is None:
-            return None
-        return self.relay.number, self.calls[0], *found, self.first[0], self.last[0], self.relay.branches
-
-    def postpone_compiled(self, posterior: Moments, observation: Moments, x: Tensor, size: int) -> bool:
-        """Postpone an update of statistics in compiled code. False: the norm must make it now."""
-        forward = current(self.relay.number)
-        if forward is None:
-            return False
-        moments = torch.stack([posterior.mean, posterior.var, observation.mean, observation.var])
-        postponed: bool = forward.postpone(self.calls[0], moments.detach().view(-1), size, x)
-        return postponed
-
-    def mark_compiled(self) -> None:
-        """The norm runs in compiled code, where a run is not noted. Called while it is traced."""
-        self.relay.in_compiled.add(self.calls[0])
-
-    def track_first_run(self) -> None:
-        """If the norm ran on the short way in this forward, make its update before its next one."""
-        forward = self.relay.state.short
-        if forward is not None and forward.waits(self.calls[0]):
-            forward.track()
-
-    def track_before_reading(self, buffer: Tensor | None) -> None:
-        """Make the updates of the norm that still wait, because this forward reads its statistics."""
-        self.track_first_run()
-        self.relay.state.postponed.run_before_reading(buffer, self.relay.tables)
-
-    def previous(self, which: int, x: Tensor) -> Moments | None:
-        path = self.relay.path(self, which)
-        if not torch.compiler.is_compiling():
-            self.expects = path is None or path.target is not None
-        if path is None or path.target is None:
-            return None
-        if not path.sources and jit_traces():
-            return self.relay.constant(path.target, x)
-        return self.relay.evaluate(path.call, path.target, path.sources, x)
-
-    def postpone(self, request: TrackingRequest, kernels: ModuleType) -> bool:
-        return self.relay.postpone(request, kernels)
-
-    def track_postponed(self) -> None:
-        self.relay.track_postponed()
-
-    def deliver(self, which: int, posterior: Moments) -> None:
-        self.relay.deliver(self.calls[which], posterior)
-        if self.last[which] and torch.compiler.is_compiling():
-            self.relay.end_compiled()
-
-
-def keepable(plan: Plan) -> dict[str, tuple[nn.Module, ...]]:
-    """For every norm of a plan the modules that its wire may keep: those that its priors read, and the layer to fold
-    into.
-
-    The relay keeps no modules. A wire keeps no module that contains a norm which does not run before its own. Earlier
-    norms keep only modules that run before them, so there are no reference cycles.
-    """
-    order = {id(norm.module.module()): norm.calls[0].identity for norm in plan.norms.values() if norm.calls}
-    kept: dict[str, tuple[nn.Module, ...]] = {}
-    for name, norm in plan.norms.items():
-        paths = [path for call in norm.calls for path in (call, *call.others)]
-        targets = [path.target for path in paths if path.target is not None]
-        read = [norm.fold, *(owner for target in targets for owner in plan.program.owners(target))]
-        found = {id(module): module for known in read if (module := known.module()) is not None}
-        own = order.get(id(norm.module.module()), 0)
-        kept[name] = tuple(
-            module for module in found.values() if all(order.get(id(m), -1) < own for m in module.modules())
-        )
-    return kept
-
-
-@dataclass
-class Begin(Complete):
-    """A forward pre-hook. It is an object, not a closure, so that the model can be pickled."""
-
-    relay: Relay
-    whole: bool
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            if self.relay.compiles and (self.whole or not in_whole_model()):
-                self.relay.enter(self.whole, module, True)
-            return
-        compiler = set_callback(None)
-        try:
-            if self.whole or not in_whole_model():
-                self.relay.enter(self.whole, module, compiler is not None)
-        finally:
-            set_callback(compiler)
-
-
-@dataclass
-class End(Complete):
-    """A forward hook. It is also called if the forward fails."""
-
-    relay: Relay
-    whole: bool
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            if self.relay.compiles and (self.whole or not in_whole_model()):
-                self.relay.leave(self.whole)
-            return
-        compiler = set_callback(None)
-        try:
-            if self.whole or not in_whole_model():
-                self.relay.leave(self.whole)
-        finally:
-            set_callback(compiler)
-
-
-# Around a compiled model they are work for Python, and not worth a compilation of their own.
-leave_to_python(Begin.__call__)
-leave_to_python(End.__call__)

@@ -13,8 +13,10 @@ from typing import Any
 from torch import nn
 
 from kalmannorm._running.bundling import Call
+from kalmannorm._running.paths import Path
 from kalmannorm._running.prior_bundles import PriorBundles
-from kalmannorm._running.relay import Path, Relay, Wire
+from kalmannorm._running.relay import Relay
+from kalmannorm._running.wires import Wire
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Program
 from kalmannorm._wiring.weak_modules import WeakModule

@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 
 from kalmannorm._norms.computed_weights import ComputeFilters, ForgetFilters
 from kalmannorm._ops.track.averages import Pending
-from kalmannorm._running.relay import Begin, End
+from kalmannorm._running.hooks import Begin, End
 
 VERSIONS = 16
 """Versions of the settings that are known at a time, the most recently used."""
