@@ -230,7 +230,7 @@ class Queue:
         place.with_suffix(".new").replace(place)
 
     def _write(self, name: str, record: dict[str, Any], batch: list[tuple[str, Run]]) -> None:
-        record |= {"together": len(batch), **_origin(self.arguments.commit)}
+        record |= {"together": len(batch), **origin(self.arguments.commit)}
         path = self.arguments.records / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -266,7 +266,7 @@ def _outcome(training: Training) -> dict[str, Any]:
     return found
 
 
-def _origin(commit: str) -> dict[str, str]:
+def origin(commit: str) -> dict[str, str]:
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if not commit:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from torch import nn
 import kalmannorm
 from support.wide import narrow
 from trials import __main__ as command
-from trials import table, training
+from trials import early, table, training
 from trials.cells import CELLS, Cell, Data, split
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.forms import Form
@@ -409,3 +409,13 @@ def test_runs_are_scored_on_as_many_images_as_told():
         for accuracy in score.accuracies().values():
             right = accuracy * score.setting.images / 100
             assert abs(right - round(right)) < 1e-6
+
+
+def test_first_losses_are_those_of_the_training():
+    """They are the means of every 25 steps. A training that is shorter has fewer."""
+    whole = made_up(Form(kind="ghost", m=2), epochs=6, batch=16)
+    train([whole])
+    assert 25 < whole.steps < 50
+    expected = [round(float(part.mean()), 3) for part in (whole.losses[:25], whole.losses[25:])]
+    assert early.losses(whole.run, whole.cell, whole.data, 1000) == expected
+    assert early.losses(whole.run, whole.cell, whole.data, 25) == expected[:1]
