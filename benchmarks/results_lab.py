@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from measured import ABSENT, ROOT, markdown
 from results_words import (
@@ -318,17 +319,28 @@ def _transfer_sentences(base: Scores) -> list[str]:
     ]
 
 
+class SmallForm(NamedTuple):
+    """A method in true small batches, the start of its closing phase, and the initial gain."""
+
+    method: str
+    closing: float | None = None
+    gain: float | None = None
+
+
 SMALL_METHODS = {
-    ("bn", None): "batch norm",
-    ("bn", 0.3): "batch norm, closing phase",
-    ("bkn", None): "BKN",
-    ("bkn", 0.3): "BKN, closing phase",
-    ("bkn-ws", 0.02): "BKN, standardized filters, early closing phase, fading prior",
-    ("bn-ws", 0.02): "batch norm, standardized filters, early closing phase",
-    ("mabn", None): "Moving Average Batch Norm",
-    ("on", None): "Online Normalization",
-    ("gn", None): "group norm",
-    ("gn-ws", None): "group norm, standardized weights",
+    SmallForm("bn"): "batch norm",
+    SmallForm("bn", 0.3): "batch norm, closing phase",
+    SmallForm("bkn"): "BKN",
+    SmallForm("bkn", 0.3): "BKN, closing phase",
+    SmallForm("bkn-ws", 0.02): "BKN, standardized filters, early closing phase, fading prior",
+    SmallForm("bkn", None, 0.1): "BKN, gain from 0.1",
+    SmallForm("bkn", 0.3, 0.1): "BKN, gain from 0.1, closing phase",
+    SmallForm("bkn-ws", 0.02, 0.1): "BKN, gain from 0.1, standardized filters, early closing phase, fading prior",
+    SmallForm("bn-ws", 0.02): "batch norm, standardized filters, early closing phase",
+    SmallForm("mabn"): "Moving Average Batch Norm",
+    SmallForm("on"): "Online Normalization",
+    SmallForm("gn"): "group norm",
+    SmallForm("gn-ws"): "group norm, standardized weights",
 }
 
 
@@ -337,9 +349,12 @@ def small_rows(data: str = "digits") -> list[Row]:
     return [row for row in read(SMALL) if row.get("data", "digits") == data]
 
 
-def small(method: str, closing: float | None, batch: int, mode: str = "population", data: str = "digits") -> Scores:
-    key = method, closing, batch
-    rows = (row for row in small_rows(data) if (row["method"], row["closing"], row["batch"]) == key)
+def _form_of(row: Row) -> SmallForm:
+    return SmallForm(row["method"], row["closing"], row.get("gain"))
+
+
+def small(form: SmallForm, batch: int, mode: str = "population", data: str = "digits") -> Scores:
+    rows = (row for row in small_rows(data) if (_form_of(row), row["batch"]) == (form, batch))
     return {row["seed"]: row["accuracy"][mode] for row in rows if "accuracy" in row}
 
 
@@ -358,11 +373,11 @@ def small_tables() -> str:
 def _small_cifar_sentences() -> list[str]:
     """One seed each."""
     two, one = (
-        {method: statistics.fmean(found.values()) for method in SMALL_METHODS if (found := _on_cifar(method, batch))}
+        {form: statistics.fmean(found.values()) for form in SMALL_METHODS if (found := _on_cifar(form, batch))}
         for batch in (2, 1)
     )
-    moving, bkn, batch, group = ("mabn", None), ("bkn", 0.3), ("bn", None), ("gn", None)
-    ours, alone = (max(value for (method, _), value in each.items() if method.startswith("bkn")) for each in (two, one))
+    moving, bkn, batch, group = SmallForm("mabn"), SmallForm("bkn", 0.3), SmallForm("bn"), SmallForm("gn")
+    ours, alone = (max(value for form, value in each.items() if form.method.startswith("bkn")) for each in (two, one))
     return [
         said(
             f"Moving Average Batch Norm learns fastest here: in batches of 2 it has {two[moving]:.1f} %, and the best "
@@ -380,24 +395,24 @@ def _small_cifar_sentences() -> list[str]:
     ]
 
 
-def _on_cifar(method: tuple[str, float | None], batch: int) -> Scores:
-    return small(*method, batch, data="cifar10")
+def _on_cifar(form: SmallForm, batch: int) -> Scores:
+    return small(form, batch, data="cifar10")
 
 
 def _small_table(data: str, images: int, accuracies: str) -> str:
     rows = small_rows(data)
     sizes = sorted({row["batch"] for row in rows}, reverse=True)
-    found_keys = {(row["method"], row["closing"]) for row in rows}
-    keys = [key for key in SMALL_METHODS if key in found_keys]
-    assert len(keys) == len(found_keys)
+    found_forms = {_form_of(row) for row in rows}
+    forms = [form for form in SMALL_METHODS if form in found_forms]
+    assert len(forms) == len(found_forms)
     lines = []
-    for key in keys:
+    for form in forms:
         cells = []
         for batch in sizes:
-            found = small(*key, batch, data=data)
-            failed = any(row["batch"] == batch and (row["method"], row["closing"]) == key for row in rows)
+            found = small(form, batch, data=data)
+            failed = any(row["batch"] == batch and _form_of(row) == form for row in rows)
             cells.append(f"{spread(found)} ({len(found)})" if found else "failed" if failed else ABSENT)
-        lines.append([SMALL_METHODS[key], *cells])
+        lines.append([SMALL_METHODS[form], *cells])
     headings = ["test accuracy, % (n)", *(f"batches of {size}" for size in sizes)]
     errors = [f"{standard_error(float(at), images):.1f} points at {at} %" for at in accuracies.split()]
     text = paragraph(
@@ -409,15 +424,15 @@ def _small_table(data: str, images: int, accuracies: str) -> str:
 
 
 def _small_sentences() -> list[str]:
-    def of(method: str, batch: int, closing: float | None = None) -> float:
-        return statistics.fmean(small(method, closing, batch).values())
+    def of(method: str, batch: int, closing: float | None = None, gain: float | None = None) -> float:
+        return statistics.fmean(small(SmallForm(method, closing, gain), batch).values())
 
     return [
         said(
             f"In batches of 1, Moving Average Batch Norm has {of('mabn', 1):.1f} %, BKN with a closing phase "
             f"{of('bkn', 1, 0.3):.1f} %, Online Normalization {of('on', 1):.1f} %, BKN without a phase "
             f"{of('bkn', 1):.1f} %, and batch norm {of('bn', 1):.1f} %. Moving Average Batch Norm is "
-            f"{difference(small('mabn', None, 1), small('bkn', 0.3, 1)).size()} points above BKN with a "
+            f"{difference(small(SmallForm('mabn'), 1), small(SmallForm('bkn', 0.3), 1)).size()} points above BKN with a "
             "closing phase. So BKN is not the best method here.",
             of("mabn", 1) > of("bkn", 1, 0.3) > of("on", 1) > of("bkn", 1) > of("bn", 1),
         ),
@@ -440,5 +455,5 @@ def _small_sentences() -> list[str]:
 
 
 def _four(of: Callable[..., float]) -> list[float]:
-    keys = [key for key in SMALL_METHODS if not key[0].startswith("gn") and small(*key, 4)]
-    return [of(method, 4, closing) for method, closing in keys]
+    forms = [form for form in SMALL_METHODS if not form.method.startswith("gn") and small(form, 4)]
+    return [of(form.method, 4, form.closing, form.gain) for form in forms]

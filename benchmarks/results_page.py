@@ -18,7 +18,7 @@ import results_filters as filters
 import results_lab as lab
 import results_trials as trials
 from measured import ROOT, markdown, placed
-from results_lab import above, cifar, digits, small
+from results_lab import SmallForm, above, cifar, digits, small
 from results_small import small_rates
 from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
 
@@ -317,9 +317,9 @@ def when() -> str:
             "2",
             "digits-net, true batches of 2, test",
             said(
-                f"BKN {mean(small('bkn', None, 2)):.1f}, Moving Average Batch Norm {mean(small('mabn', None, 2)):.1f} "
-                f"%, {len(small('bkn', None, 2))} seeds",
-                abs(mean(small("bkn", None, 2)) - mean(small("mabn", None, 2))) < 1,
+                f"BKN {mean(small(SmallForm('bkn'), 2)):.1f}, Moving Average Batch Norm {mean(small(SmallForm('mabn'), 2)):.1f} "
+                f"%, {len(small(SmallForm('bkn'), 2))} seeds",
+                abs(mean(small(SmallForm("bkn"), 2)) - mean(small(SmallForm("mabn"), 2))) < 1,
             ),
             "BKN or Moving Average Batch Norm",
         ],
@@ -327,9 +327,9 @@ def when() -> str:
             "1",
             "digits-net, true batches of 1, test",
             said(
-                f"Moving Average Batch Norm {mean(small('mabn', None, 1)):.1f}, BKN with a closing phase "
-                f"{mean(small('bkn', 0.3, 1)):.1f} %, {len(small('bkn', 0.3, 1))} seeds",
-                mean(small("mabn", None, 1)) > mean(small("bkn", 0.3, 1)),
+                f"Moving Average Batch Norm {mean(small(SmallForm('mabn'), 1)):.1f}, BKN with a closing phase "
+                f"{mean(small(SmallForm('bkn', 0.3), 1)):.1f} %, {len(small(SmallForm('bkn', 0.3), 1))} seeds",
+                mean(small(SmallForm("mabn"), 1)) > mean(small(SmallForm("bkn", 0.3), 1)),
             ),
             "Moving Average Batch Norm",
         ],

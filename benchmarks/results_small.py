@@ -10,7 +10,7 @@ from results_words import Row, bullets, compared, difference, paragraph, spread
 
 sys.path.append(str(ROOT))
 from results_evidence import not_yet
-from results_lab import SMALL_METHODS
+from results_lab import SMALL_METHODS, SmallForm
 from results_trials import origin_of
 
 from trials import chosen, small
@@ -22,7 +22,7 @@ BATCHES = (4, 2, 1)
 
 
 def named(method: str) -> str:
-    return SMALL_METHODS[method, CLOSING.get(method)]
+    return SMALL_METHODS[SmallForm(method, CLOSING.get(method))]
 
 
 def small_rates(rows: Sequence[Row] | None = None) -> str:

@@ -6,6 +6,7 @@
 Runs use SGD with Nesterov momentum 0.9 and a cosine schedule. A record contains the test accuracy in %. `closing` is
 the share of training at which a closing phase begins. It is complete 0.3 later. With standardized filters (`bkn-ws`,
 `bn-ws`) it is complete 0.1 later, priors fade, and running statistics have a momentum of 0.01 per example of a batch.
+`gain` is the initial gain. Without it, it is the lab's 0.5.
 
 | data | network | training images | test images | steps | learning rate |
 | --- | --- | --: | --: | --- | --- |
@@ -19,8 +20,9 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kalmannorm.lab.errors import DivergedError
 from kalmannorm.lab.machine.origin import origin
@@ -29,30 +31,56 @@ from kalmannorm.lab.training.train import train
 
 HERE = Path(__file__).parent
 RECORD = HERE / "records" / "small-batches.jsonl"
-Form = tuple[str, float | None]
+
+
+class Form(NamedTuple):
+    """A method, the start of its closing phase, and the initial gain."""
+
+    method: str
+    closing: float | None = None
+    gain: float | None = None
+
+
 FORMS: dict[str, list[Form]] = {
     "digits": [
-        ("bkn", 0.3),
-        ("bn", None),
-        ("gn", None),
-        ("bkn", None),
-        ("mabn", None),
-        ("on", None),
-        ("bn", 0.3),
-        ("gn-ws", None),
-        ("bkn-ws", 0.02),
-        ("bn-ws", 0.02),
+        Form("bkn", 0.3),
+        Form("bn"),
+        Form("gn"),
+        Form("bkn"),
+        Form("mabn"),
+        Form("on"),
+        Form("bn", 0.3),
+        Form("gn-ws"),
+        Form("bkn-ws", 0.02),
+        Form("bn-ws", 0.02),
+        Form("bkn", None, 0.1),
+        Form("bkn", 0.3, 0.1),
+        Form("bkn-ws", 0.02, 0.1),
     ],
-    "cifar10": [("bkn", 0.3), ("bn", None), ("gn", None), ("mabn", None), ("bkn-ws", 0.02)],
+    "cifar10": [
+        Form("bkn", 0.3),
+        Form("bn"),
+        Form("gn"),
+        Form("mabn"),
+        Form("bkn-ws", 0.02),
+        Form("bkn", 0.3, 0.1),
+        Form("bkn-ws", 0.02, 0.1),
+    ],
 }
-"""Methods by data, each with the start of its closing phase."""
+"""What is compared, by data."""
 SEEDS = {"digits": 3, "cifar10": 1}
 
 
 def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
-    method, closing = form
+    method, closing, gain = form
     shared = Recipe(
-        method=method, gradient_batch=batch, statistics_batch=batch, seed=seed, evaluate_every=0, closing_start=closing
+        method=method,
+        gradient_batch=batch,
+        statistics_batch=batch,
+        seed=seed,
+        evaluate_every=0,
+        closing_start=closing,
+        gain=gain,
     )
     if method in ("bkn-ws", "bn-ws"):
         shared = dataclasses.replace(
@@ -67,8 +95,8 @@ def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
 
 
 def key_of(data: str, form: Form, batch: int, seed: int) -> str:
-    method, closing = form
-    words = f"{method} | closing={closing} | batch={batch} | seed={seed}"
+    gain = "" if form.gain is None else f" | gain={form.gain}"
+    words = f"{form.method} | closing={form.closing}{gain} | batch={batch} | seed={seed}"
     return words if data == "digits" else f"{data} | {words}"
 
 
@@ -78,6 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="3 for digits, 1 for CIFAR-10 unless given")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 2, 1])
+    parser.add_argument("--match", default="", help="a regular expression: only runs whose key contains it")
     parser.add_argument("--runs", type=Path, default=HERE.parent / "runs" / "small-batches", help="folder of the runs")
     options = parser.parse_args()
     data = options.data
@@ -86,14 +115,11 @@ def main() -> None:
     for seed in range(SEEDS[data] if options.seeds is None else options.seeds):
         for batch in options.batches:
             for form in FORMS[data]:
-                method, closing = form
                 key = key_of(data, form, batch, seed)
-                if key in done:
+                if key in done or not re.search(options.match, key):
                     continue
                 recipe = recipe_of(data, form, batch, seed)
-                row: dict[str, Any] = {
-                    "key": key, "data": data, "method": method, "closing": closing, "batch": batch, "seed": seed
-                }  # fmt: skip
+                row: dict[str, Any] = {"key": key, "data": data, **form._asdict(), "batch": batch, "seed": seed}
                 try:
                     result = train(
                         recipe,

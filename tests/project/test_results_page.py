@@ -316,9 +316,9 @@ def test_what_the_page_for_deciding_says_of_small_batches():
     page = " ".join((ROOT / "docs" / "should-i-use-it.md").read_text(encoding="utf-8").split())
     assert "Moving Average Batch Normalization was the best method in batches of 1 there" in page
     means = {
-        key: results_words.mean(found) for key in results_lab.SMALL_METHODS if (found := results_lab.small(*key, 1))
+        form: results_words.mean(found) for form in results_lab.SMALL_METHODS if (found := results_lab.small(form, 1))
     }
-    assert max(means, key=means.__getitem__) == ("mabn", None)
+    assert max(means, key=means.__getitem__) == results_lab.SmallForm("mabn")
 
 
 def test_standard_errors():
