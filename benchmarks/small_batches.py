@@ -56,6 +56,8 @@ FORMS: dict[str, list[Form]] = {
         Form("bkn", None, 0.1),
         Form("bkn", 0.3, 0.1),
         Form("bkn-ws", 0.02, 0.1),
+        Form("bkn", None, 0.05),
+        Form("bkn", None, 0.2),
     ],
     "cifar10": [
         Form("bkn", 0.3),
