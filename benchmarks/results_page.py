@@ -18,6 +18,7 @@ import results_filters as filters
 import results_lab as lab
 import results_trials as trials
 from measured import ROOT, markdown, placed
+from results_early import early_table
 from results_lab import SmallForm, above, cifar, digits, small
 from results_small import small_rates
 from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
@@ -459,6 +460,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rates and decays": trials.rates_table,
     "ideas": trials.ideas_table,
     "filters": filters.filters_table,
+    "first steps": early_table,
     "fine-tuning": lab.tuning_table,
     "other data": lab.transfer_table,
     "small batches": lab.small_tables,

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from kalmannorm.lab.machine.origin import hardware
 from trials import table
 from trials.cells import BATCH, CELLS, Cell, Data, absent, load, made_up
 from trials.chosen import FOLLOWING
@@ -267,11 +268,11 @@ def _outcome(training: Training) -> dict[str, Any]:
 
 
 def origin(commit: str) -> dict[str, str]:
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware()
     if not commit:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
         commit = found.stdout.strip() or "unknown"
-    return {"hardware": hardware, "torch": torch.__version__, "commit": commit}
+    return {"hardware": name, "torch": torch.__version__, "commit": commit}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
