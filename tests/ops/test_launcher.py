@@ -113,6 +113,32 @@ def test_hooks_see_every_launch(launched):
     assert len(launched.calls) == 1
 
 
+@pytest.mark.parametrize("replaced", [True, False], ids=["another chain", "None"])
+def test_a_chain_of_hooks_may_be_replaced(replaced, launched, monkeypatch):
+    """As profilers do that restore Triton's settings. A replaced chain is asked, whether it has hooks or not."""
+    kernel, runtime = Kernel(), triton.knobs.runtime
+    launch = prepared(kernel)
+    chain = type(runtime.launch_enter_hook)() if replaced else None
+    monkeypatch.setattr(runtime, "launch_enter_hook", chain)
+    launch(5, 16, None, 12, 0.25, 32)
+    assert not launched.calls
+    assert kernel.by_triton == [((3, 2, 1), (16, None, 12, 0.25, 32, *SETTLED), 5)]
+    later = prepared(Kernel())  # with the chain of now
+    assert type(later).__name__ == ("Launch" if replaced else "function")
+
+
+@pytest.mark.parametrize("places", [(At(0),), (At(0), At(1), At(2))])
+def test_more_memory_than_a_launch_needs(places):
+    """Lists of launches give all their memory to each launch."""
+    assert tuple(triton_launching._resolver(places)((10, 20, 30, 40))) == (10, 20, 30)[: len(places)]
+    assert tuple(triton_launching._resolver((*places, None))((10, 20, 30, 40))) == (*(10, 20, 30)[: len(places)], None)
+
+
+def test_parameters_of_an_unknown_kind_are_for_triton(launched, monkeypatch):
+    monkeypatch.setattr(Kernel, "src", SimpleNamespace(signature=KERNEL | {"size": "fp8"}))
+    assert type(prepared(Kernel())).__name__ == "function"
+
+
 def test_errors(launched):
     launch = prepared(Kernel())
     with pytest.raises(TypeError, match="5 addresses"):

@@ -23,19 +23,36 @@ typedef struct {
     CUfunction function;
     CUlaunchConfig config;
     CUlaunchAttribute dependent;
-    PyObject *enter, *exit; /* lists of hooks: while one has a member, `otherwise` is called instead */
-    PyObject *otherwise;
+    PyObject *runtime;    /* Triton's settings: its hooks are asked for at every launch */
+    PyObject *chains[2];  /* the chains of hooks that it had, */
+    PyObject *calls[2];   /* and their lists */
+    PyObject *otherwise;  /* called instead while there is a hook */
     Py_ssize_t given;    /* the least number of addresses in a call */
     Py_ssize_t count;    /* parameters of the kernel */
     int16_t slots[MOST]; /* of each parameter: which address it is counted from, or -1 for a constant */
     uint64_t values[MOST]; /* of each parameter: how far from there, or the constant */
 } Launch;
 
+static PyObject *hooks[2]; /* their names */
+
+/* Whether somebody watches launches: 1 or 0, or -1 with an error. */
+static int hooked(Launch *self) {
+    for (int i = 0; i < 2; i++) {
+        PyObject *chain = PyObject_GetAttr(self->runtime, hooks[i]);
+        if (!chain) return -1;
+        int watched = chain != self->chains[i] || PyList_GET_SIZE(self->calls[i]);
+        Py_DECREF(chain);
+        if (watched) return 1;
+    }
+    return 0;
+}
+
 static PyObject *launch_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names) {
     Launch *self = (Launch *)object;
     Py_ssize_t given = PyVectorcall_NARGS(flags);
-    if (PyList_GET_SIZE(self->enter) || PyList_GET_SIZE(self->exit))
-        return PyObject_Vectorcall(self->otherwise, args, flags, names);
+    int watched = hooked(self);
+    if (watched < 0) return NULL;
+    if (watched) return PyObject_Vectorcall(self->otherwise, args, flags, names);
     if (given < self->given + 1 || (names && PyTuple_GET_SIZE(names))) {
         PyErr_Format(PyExc_TypeError, "a launch needs a stream and %zd addresses", self->given);
         return NULL;
@@ -58,7 +75,8 @@ static PyObject *launch_call(PyObject *object, PyObject *const *args, size_t fla
     /* A thread that has not used the GPU yet: Triton gives it a context. */
     if (result == CUDA_ERROR_INVALID_CONTEXT) return PyObject_Vectorcall(self->otherwise, args, flags, names);
     if (result != CUDA_SUCCESS) {
-        PyErr_Format(PyExc_RuntimeError, "kalmannorm: a kernel was not launched, CUDA error %d", (int)result);
+        PyErr_Format(PyExc_RuntimeError, "kalmannorm: a kernel was not launched, CUDA error %d, perhaps of an earlier kernel",
+                     (int)result);
         return NULL;
     }
     Py_RETURN_NONE;
@@ -66,23 +84,34 @@ static PyObject *launch_call(PyObject *object, PyObject *const *args, size_t fla
 
 static int launch_traverse(PyObject *object, visitproc visit, void *arg) {
     Launch *self = (Launch *)object;
-    Py_VISIT(self->enter);
-    Py_VISIT(self->exit);
+    Py_VISIT(self->runtime);
+    for (int i = 0; i < 2; i++) {
+        Py_VISIT(self->chains[i]);
+        Py_VISIT(self->calls[i]);
+    }
     Py_VISIT(self->otherwise);
     return 0;
 }
 
+/* It frees what may refer to this object. What a call needs stays: somebody may still call it. */
 static int launch_clear(PyObject *object) {
     Launch *self = (Launch *)object;
-    Py_CLEAR(self->enter);
-    Py_CLEAR(self->exit);
-    Py_CLEAR(self->otherwise);
+    PyObject *otherwise = self->otherwise;
+    Py_INCREF(Py_None);
+    self->otherwise = Py_None;
+    Py_XDECREF(otherwise);
     return 0;
 }
 
 static void launch_dealloc(PyObject *object) {
+    Launch *self = (Launch *)object;
     PyObject_GC_UnTrack(object);
-    launch_clear(object);
+    Py_XDECREF(self->runtime);
+    for (int i = 0; i < 2; i++) {
+        Py_XDECREF(self->chains[i]);
+        Py_XDECREF(self->calls[i]);
+    }
+    Py_XDECREF(self->otherwise);
     PyObject_GC_Del(object);
 }
 
@@ -98,15 +127,16 @@ static PyTypeObject LaunchType = {
     .tp_dealloc = launch_dealloc,
 };
 
-/* prepare(launcher, function, (x, y, z), threads, shared, dependent, slots, values, enter, exit, otherwise) */
+/* prepare(launcher, function, (x, y, z), threads, shared, dependent, slots, values, runtime, otherwise)
+
+   The lists of hooks are those of `runtime` now. */
 static PyObject *prepare(PyObject *module, PyObject *args) {
     unsigned long long launcher, function;
     unsigned int x, y, z, threads, shared;
     int dependent;
-    PyObject *slots, *values, *enter, *exit, *otherwise;
-    if (!PyArg_ParseTuple(args, "KK(III)IIpO!O!O!O!O", &launcher, &function, &x, &y, &z, &threads, &shared, &dependent,
-                          &PyList_Type, &slots, &PyList_Type, &values, &PyList_Type, &enter, &PyList_Type, &exit,
-                          &otherwise))
+    PyObject *slots, *values, *runtime, *otherwise;
+    if (!PyArg_ParseTuple(args, "KK(III)IIpO!O!OO", &launcher, &function, &x, &y, &z, &threads, &shared, &dependent,
+                          &PyList_Type, &slots, &PyList_Type, &values, &runtime, &otherwise))
         return NULL;
     Py_ssize_t count = PyList_GET_SIZE(slots);
     if (count > MOST || PyList_GET_SIZE(values) != count) {
@@ -120,10 +150,8 @@ static PyObject *prepare(PyObject *module, PyObject *args) {
     self->launch = (Launcher)(uintptr_t)launcher;
     self->function = (CUfunction)(uintptr_t)function;
     self->count = count;
-    Py_INCREF(enter);
-    self->enter = enter;
-    Py_INCREF(exit);
-    self->exit = exit;
+    Py_INCREF(runtime);
+    self->runtime = runtime;
     Py_INCREF(otherwise);
     self->otherwise = otherwise;
     self->config.gridDimX = x;
@@ -139,10 +167,19 @@ static PyObject *prepare(PyObject *module, PyObject *args) {
         self->config.numAttrs = 1;
     }
     PyObject_GC_Track((PyObject *)self);
+    for (int i = 0; i < 2; i++) {
+        self->chains[i] = PyObject_GetAttr(runtime, hooks[i]);
+        self->calls[i] = self->chains[i] ? PyObject_GetAttrString(self->chains[i], "calls") : NULL;
+        if (!self->calls[i] || !PyList_Check(self->calls[i])) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a chain of hooks has no list");
+            Py_DECREF(self);
+            return NULL;
+        }
+    }
     for (Py_ssize_t i = 0; i < count; i++) {
         long slot = PyLong_AsLong(PyList_GET_ITEM(slots, i));
         self->values[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(values, i));
-        if (PyErr_Occurred() || slot > MOST) {
+        if (PyErr_Occurred() || slot >= MOST) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "too many addresses");
             Py_DECREF(self);
             return NULL;
@@ -162,5 +199,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kalmannorm_launc
 
 PyMODINIT_FUNC PyInit_kalmannorm_launcher(void) {
     if (PyType_Ready(&LaunchType) < 0) return NULL;
+    hooks[0] = PyUnicode_InternFromString("launch_enter_hook");
+    hooks[1] = PyUnicode_InternFromString("launch_exit_hook");
+    if (!hooks[0] || !hooks[1]) return NULL;
     return PyModule_Create(&definition);
 }

@@ -10,8 +10,9 @@ the checks take longer than the kernel. Here the numbers are fixed when a launch
 alignment of each tensor select a kernel that Triton has built. Other settings, such as Triton's debugging options, keep
 the values of the first launch. Launch hooks are still called.
 
-The compiled kernel is launched as in Triton's tutorials. This was not tested in the interpreter, on AMD GPUs and with
-other versions of Triton. There every launch uses Triton's normal path.
+The compiled kernel is launched as in Triton's tutorials, with Triton 3.4 to 3.7. With other versions, in the
+interpreter and on AMD GPUs every launch uses Triton's normal path. With Triton 3.6 a launch on addresses goes through
+`launcher.c`, if it can be built.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...]
     none = None, None, metadata, None, None, None  # scratch memory, metadata of the kernel, hooks
 
     def straight(stream: int, *addresses: int | None) -> None:
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        if _hooked(runtime):
             through_triton(stream, *addresses)
         else:
             launch(x, y, z, stream, function, cooperative, dependent, *none, *resolved(addresses), *settled)
@@ -97,10 +98,16 @@ def direct_launch(compiled: Any, grid: tuple[int, ...], settled: tuple[Any, ...]
     return straight
 
 
+def _hooked(runtime: Any) -> bool:
+    """Whether somebody watches launches. A chain of hooks may be replaced, also by None."""
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
 def _resolver(places: Sequence[Place]) -> Resolve:
     """From the addresses of a call to the arguments of the kernel."""
-    if all(place is None or (isinstance(place, At) and place == At(i)) for i, place in enumerate(places)):
-        return lambda addresses: addresses
+    count = len(places)
+    if all(isinstance(place, At) and place == At(i) for i, place in enumerate(places)):
+        return lambda addresses: addresses[:count]  # a launch may get more memory than it needs
     found = [_slot(place) for place in places]
 
     def resolved(addresses: Sequence[int | None]) -> list[float | None]:
@@ -128,7 +135,11 @@ def _prepared(
     if built is None or compiled.run.launch_cooperative_grid:
         return None
     warps, blocks, shared = compiled.packed_metadata
-    if blocks != 1 or 0 in grid:
+    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    known = all(kind.startswith("*") or kind in _FORMATS for kind in kinds)
+    runtime = triton.knobs.runtime
+    lists = all(hasattr(hook, "calls") for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    if blocks != 1 or 0 in grid or not known or not lists:
         return None
     slots, values = list[int](), list[int]()
     for kind, place in zip(compiled.src.signature.values(), (*places, *settled), strict=True):
@@ -138,15 +149,14 @@ def _prepared(
             values.append(value or 0 if kind.startswith("*") else packed(kind, value))
     nothing = [0, 0]  # scratch memory of Triton, which these kernels do not use
     module, address = built
-    hooks = triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
     launch: Direct = module.prepare(
         address, compiled.function, grid, 32 * warps, shared, bool(compiled.run.launch_pdl),
-        [*slots, -1, -1], values + nothing, *hooks, otherwise,
+        [*slots, -1, -1], values + nothing, runtime, otherwise,
     )  # fmt: skip
     return launch
 
 
-_FORMATS = {"i1": "<?", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"}
+_FORMATS = {"i1": "<?", "u1": "<?", "i32": "<i", "i64": "<q", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"}
 
 
 def packed(kind: str, value: float) -> int:
@@ -161,9 +171,9 @@ def _launcher() -> tuple[Any, int] | None:
         from triton.backends.nvidia import driver
         from triton.runtime.build import compile_module_from_src
 
+        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
         source = Path(__file__).with_name("launcher.c").read_text(encoding="utf-8")
         module = compile_module_from_src(source, "kalmannorm_launcher", include_dirs=driver.include_dirs)
-        address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
     except Exception:  # the faster way is missing, and nothing else
         return None
     return None if address is None else (module, address)
