@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +43,7 @@ from kalmannorm._support.compiling import (
     current,
     end_traced,
 )
-from kalmannorm._support.pickles import check_complete
+from kalmannorm._support.pickles import check_complete, refuse_moved
 from kalmannorm._support.tracing import untraced
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Parameter, parted
@@ -546,3 +546,7 @@ class Relay:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_moved(__name__, name, frozenset({"Begin", "End", "Wire"}))

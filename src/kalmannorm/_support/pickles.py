@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, NoReturn
 
 REMEDY = (
     "save model.state_dict() with the version that pickled it, and load it into a freshly converted model: "
@@ -53,6 +53,16 @@ class Complete:
 
 MOVED = frozenset({"baselines", "fused", "graph", "norm", "others", "transition"})
 """Modules of version 0.1.0 with classes that occur in pickled models. They have other names now."""
+
+
+def refuse_moved(module: str, name: str, moved: frozenset[str]) -> NoReturn:
+    """For `__getattr__` of a module from which classes have moved that occur in pickled models."""
+    if name in moved:  # pickle would replace the text of an AttributeError
+        raise ImportError(
+            f"{module}.{name} has moved: another version of kalmannorm pickled this model. "
+            f"Pickles of whole models are for one version; {REMEDY}"
+        )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class _MovedModules(MetaPathFinder):

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from artefacts.make import EXECUTION, NORMS, RECIPE, net, outputs
 from kalmannorm import BatchKalmanNorm2d
+from kalmannorm._running import relay
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.files import checkpoint
 from kalmannorm.lab.files.records import Run, read_json
@@ -139,6 +140,15 @@ def test_a_pickle_that_lacks_something(name):
     with pytest.raises(ValueError, match=f"has no '{name.split('.')[-1]}': another version of kalmannorm") as error:
         pickle.loads(written)
     assert "load it into a freshly converted model" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pickle_whose_classes_have_moved():
+    written = pickle.dumps(net(NORMS["kalman-weights"]), protocol=0)
+    older = written.replace(b"kalmannorm._running.wires\nWire", b"kalmannorm._running.relay\nWire")
+    assert older != written
+    with pytest.raises(ImportError, match=r"another version .* load it into a freshly converted model"):
+        pickle.loads(older)
+    assert not hasattr(relay, "other")
 
 
 def test_a_pickle_of_a_later_version(monkeypatch):
