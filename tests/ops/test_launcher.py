@@ -164,15 +164,15 @@ def test_what_it_does_not_offer_is_for_triton(more, launched):
     assert type(prepared(Kernel(**more))).__name__ == "function"
 
 
-def test_without_a_compiler_or_a_driver(monkeypatch):
-    def missing(name, *_):
+@pytest.mark.parametrize("place", [(ctypes, "CDLL"), (triton.runtime.build, "compile_module_from_src")])
+def test_without_a_driver_or_a_compiler(place, launched, monkeypatch):
+    def missing(name, *_, **__):
         raise OSError(name)
 
-    monkeypatch.setattr(triton_launching, "DIRECT", True)
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    monkeypatch.setattr(*place, missing)
     triton_launching._launcher.cache_clear()
+    assert triton_launching._launcher() is None
     assert type(prepared(Kernel())).__name__ == "function"
-    triton_launching._launcher.cache_clear()
 
 
 def test_a_launch_is_freed(launched):
