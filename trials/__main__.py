@@ -113,7 +113,7 @@ def left(
     done, failed = set(), set()
     for name in dict.fromkeys(name for name, _ in runs):
         for path in {records / f"{name}.jsonl", HERE / "records" / f"{name}.jsonl"}:
-            for row in _read(path):
+            for row in read(path):
                 (failed if "failed" in row else done).add((name, row["key"]))
     mine = [(name, run) for name, run in runs if cells is None or run.cell in cells]
     found = [(name, run) for name, run in mine if (name, run.key) not in done and re.search(match, run.key)]
@@ -275,7 +275,7 @@ def origin(commit: str) -> dict[str, str]:
     return {"hardware": name, "torch": torch.__version__, "commit": commit}
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines]
 

@@ -14,11 +14,10 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from trials.__main__ import HERE, origin
+from trials.__main__ import HERE, origin, read
 from trials.cells import CELLS, Cell, Data, load
 from trials.rounds import ROUNDS
 from trials.training import Run, Training
@@ -63,11 +62,6 @@ def main() -> None:
         with arguments.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{run.key}: {found}", flush=True)
-
-
-def read(path: Path = RECORD) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 if __name__ == "__main__":

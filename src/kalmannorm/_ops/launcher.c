@@ -75,8 +75,8 @@ static PyObject *launch_call(PyObject *object, PyObject *const *args, size_t fla
     /* A thread that has not used the GPU yet: Triton gives it a context. */
     if (result == CUDA_ERROR_INVALID_CONTEXT) return PyObject_Vectorcall(self->otherwise, args, flags, names);
     if (result != CUDA_SUCCESS) {
-        PyErr_Format(PyExc_RuntimeError, "kalmannorm: a kernel was not launched, CUDA error %d, perhaps of an earlier kernel",
-                     (int)result);
+        PyErr_Format(PyExc_RuntimeError,
+                     "kalmannorm: a kernel was not launched, CUDA error %d, perhaps of an earlier kernel", (int)result);
         return NULL;
     }
     Py_RETURN_NONE;
