@@ -6,10 +6,13 @@ graph of a compiler contains the second, for which no autograd kernel runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from kalmannorm._ops import inductor_calls
 
 LIBRARY = torch.library.Library("kalmannorm", "FRAGMENT")  # it lives as long as the process
 ANY_LAYOUT = tuple(tag for name, tag in torch.Tag.__members__.items() if name == "flexible_layout")
@@ -24,7 +27,20 @@ def register(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"kalmannorm::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"kalmannorm::{name}", _lowering_first(fake), lib=LIBRARY)
+    if ANY_LAYOUT and tags == ANY_LAYOUT:
+        inductor_calls.offer(name, run)
+
+
+def _lowering_first(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake of an op. It runs before inductor sees the op."""
+
+    @functools.wraps(fake)
+    def first(*args: Any) -> Any:
+        inductor_calls.lower()
+        return fake(*args)
+
+    return first
 
 
 Implementation = tuple[str, Callable[..., Any], Callable[..., Any]]
