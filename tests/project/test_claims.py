@@ -150,11 +150,22 @@ def test_the_speed_on_a_cpu():
     assert re.search(row, text("docs/performance.md").split("## Fusing")[0])
 
 
-def test_the_speed_of_compiled_steps():
-    rows = measured.read(measured.RECORDS / "steps-resnet18-h200.csv")
-    ratios = {" ".join(filter(None, (row["method"], row["way"]))): float(row["compiled_ratio"]) for row in rows}
+@pytest.mark.parametrize(
+    ("row", "record"),
+    [
+        ("compiled (ResNet-18,", "steps-resnet18-h200.csv"),
+        ("compiled (ResNet-50,", "steps-resnet50-h200.csv"),
+        ('compiled with `mode="reduce-overhead"` (ResNet-18,', "steps-resnet18-reduce-overhead-h200.csv"),
+    ],
+)
+def test_the_speed_of_compiled_steps(row, record):
+    rows = measured.read(measured.RECORDS / record)
+    ratios = {" ".join(filter(None, (each["method"], each["way"]))): float(each["compiled_ratio"]) for each in rows}
     bkn, fused = (f"{ratios[name]:.2f}" for name in ("bkn", "bkn fused"))
-    assert f"{bkn} | {fused} |" in text("docs/performance.md").split("## Fusing")[0]
+    page = text("docs/performance.md").split("## Fusing")[0]
+    assert re.search(rf"\| {re.escape(row)}[^|]*\| {bkn} \| {fused} \|", page)
+    if "ResNet-50" in row:
+        assert f"| the same with `torch.compile` | {bkn} | {fused} |" in text("README.md")
 
 
 def test_the_memory_that_the_readme_names():
