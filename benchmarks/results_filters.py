@@ -32,11 +32,13 @@ from results_trials import (
 from trials import table
 from trials.cells import BATCH, CELLS
 from trials.forms import Form
-from trials.rounds import ROUNDS
-from trials.rounds import SHORT as RECIPE
+from trials.rounds import GENTLE, RECIPE, ROUNDS
+from trials.rounds import SHORT as USUAL_GAIN
 from trials.table import Score, described
 
 ROUND = "confirm-filters"
+CONFIRMING = (ROUND, "confirm-gain")
+"""The rounds on test images."""
 PLAIN = "batch norm at 128 with plain filters"
 SAME = "batch norm at 128 with standardized filters"
 
@@ -173,10 +175,11 @@ def confirm_table() -> str:
     return "\n".join(_confirmed(cell) for cell in own) if own else not_yet(ROUND)
 
 
-def _order(score: Score) -> tuple[int, bool, bool, int]:
-    """Batch norm first. Forms of others come last."""
+def _order(score: Score) -> tuple[int, bool, bool, int, bool]:
+    """Batch norm first. Forms of others come last. The recipe comes before its variants."""
     form = score.setting.form
-    return -form.m if form.kind == "batch" else 0, form.kind == "moving", form.kind == "ghost", -form.m
+    others = form.kind == "moving", form.kind == "ghost"
+    return -form.m if form.kind == "batch" else 0, *others, -form.m, form != RECIPE.get(form.m)
 
 
 def _confirmed(cell: str) -> str:
@@ -199,7 +202,7 @@ def _confirmed(cell: str) -> str:
     )
     text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, [cell]) + "\n"
     sentences = [_by_m(found, PLAIN) + "." for found in [differences(cell)] if found]
-    return text + bullets([*sentences, *same_filters(cell), *same_groups(cell), *moving(cell)])
+    return text + bullets([*sentences, *same_filters(cell), *gains(cell), *same_groups(cell), *moving(cell)])
 
 
 def _cell(score: Score, base: Score | None) -> str:
@@ -242,6 +245,14 @@ def others(cell: str, m: int) -> dict[str, Difference]:
     return {name: each for name, each in found.items() if each is not None}
 
 
+def gains(cell: str) -> list[str]:
+    """What a gain from 0.1 does, at every m that was run with it."""
+    found = {m: against(with_form(cell, GENTLE[m]), with_form(cell, USUAL_GAIN[m])) for m in GENTLE}
+    words = "BKN at m = {m} with a gain from 0.1"
+    told = [compared(words.format(m=m), each, "the same with 0.5") + "." for m, each in found.items() if each]
+    return [" ".join(told)] if told else []
+
+
 def same_groups(cell: str) -> list[str]:
     """The simpler method with the same filters and the same phase."""
     words = "Batch norm on groups of 2 with the same filters and the same phase"
@@ -279,14 +290,18 @@ def elsewhere(cell: str) -> list[str]:
 
 
 def missing() -> list[str]:
-    """What the round lacks, by cell."""
-    runs = ROUNDS[ROUND]
+    """What the rounds lack, by cell."""
     done = {row["key"] for score in all_scores() for row in score.rows.values()}
+    return [text for name in CONFIRMING for text in _missing(name, done)]
+
+
+def _missing(name: str, done: set[str]) -> list[str]:
+    runs = ROUNDS[name]
     own_cells = dict.fromkeys(run.cell for run in runs)
     counts = {cell: [run.key not in done for run in runs if run.cell == cell] for cell in own_cells}
     told = ", ".join(f"{NAMES[cell]} {sum(own)} of {len(own)}" for cell, own in counts.items() if any(own))
     total = sum(sum(own) for own in counts.values())
-    return [f"Computed filters on test images: {total} of {len(runs)} runs of `{ROUND}` ({told})."] if total else []
+    return [f"Computed filters on test images: {total} of {len(runs)} runs of `{name}` ({told})."] if total else []
 
 
 # The recipe
@@ -322,4 +337,4 @@ def _recipe(cell: str) -> str:
     )
     text += "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n"
     text += origin_of([row for score in shown for row in score.rows.values()], [cell]) + "\n"
-    return text + bullets([*same_filters(cell), *same_groups(cell), *moving(cell)])
+    return text + bullets([*same_filters(cell), *gains(cell), *same_groups(cell), *moving(cell)])

@@ -49,6 +49,11 @@ def cells(*, test: bool = False) -> list[str]:
     return [cell for cell in NAMES if cell in scored]
 
 
+def with_plain_filters() -> list[str]:
+    """Cells where forms with plain filters were tried on held-out images."""
+    return [cell for cell in cells() if any(not computed(score.setting.form) for score in held_out(cell))]
+
+
 def held_out(cell: str) -> list[Score]:
     """Settings of the usual length that were scored on held-out images."""
     own = (score for score in all_scores() if score.setting.cell == cell and not score.setting.test)
@@ -231,7 +236,7 @@ def _matching(cell: str, wanted: dict[str, Any]) -> list[Score]:
 
 
 def chosen_table() -> str:
-    return "\n".join(_chosen(cell) for cell in cells())
+    return "\n".join(_chosen(cell) for cell in with_plain_filters())
 
 
 def _chosen(cell: str) -> str:
@@ -273,7 +278,7 @@ LEARNED = [("batch", 128, False), ("ghost", 4, True), ("ghost", 2, True), ("kalm
 
 
 def rates_table() -> str:
-    return "\n".join(_rates(cell) for cell in cells())
+    return "\n".join(_rates(cell) for cell in with_plain_filters())
 
 
 def _rates(cell: str) -> str:
@@ -339,7 +344,7 @@ def idea_of(score: Score) -> str | None:
 def ideas() -> dict[str, list[Score]]:
     """Settings by idea, in the order of the rounds."""
     found: dict[str, list[Score]] = {}
-    for cell in cells():
+    for cell in with_plain_filters():
         for score in held_out(cell):
             words = idea_of(score)
             if words is not None:
@@ -353,13 +358,13 @@ def ideas_table() -> str:
     for words, own in ideas().items():
         cells_of = [
             "; ".join(_tried(score) for score in sorted(own, key=place) if score.setting.cell == cell)
-            for cell in cells()
+            for cell in with_plain_filters()
         ]
         rounds = {name for score in own for name in score.rounds}
         lines.append([words, ", ".join(name for name in ROUNDS if name in rounds), *cells_of])
         rows += [row for score in own for row in score.rows.values()]
-    headings = ["idea", "round", *(f"{SHORT[cell]}, held-out accuracy, %" for cell in cells())]
-    text = "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, cells())
+    headings = ["idea", "round", *(f"{SHORT[cell]}, held-out accuracy, %" for cell in with_plain_filters())]
+    text = "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(rows, with_plain_filters())
     return text + "\n" + bullets(_idea_sentences())
 
 

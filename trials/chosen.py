@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from trials import small, table
 from trials.evidence import CELLS_BY_SIZE, EVIDENCE, SINGLE, methods
 from trials.forms import Form
-from trials.rounds import CLASSES, SHORT, SOON
 from trials.table import Row, Score
 from trials.training import Run
 
@@ -182,30 +181,9 @@ def small_seeds(rows: Iterable[Row]) -> list[Run]:
     ]
 
 
-def confirm_early(rows: Iterable[Row]) -> list[Run]:
-    """For m = 1 and 2 the form of `fifteenth` with the highest mean over the cells, five times on test images.
-
-    Nothing is chosen while a run is missing. The recipe itself is in `confirm-filters`.
-    """
-    found = table.scores(row for row in rows if row["round"] == "fifteenth")
-    best = []
-    for m, forms in SOON.items():
-        held = {form: {each.setting.cell: each.first for each in found if each.setting.form == form} for form in forms}
-        if all(set(each) == set(CLASSES) for each in held.values()):
-            winner = max(forms, key=lambda form: sum(held[form].values()))
-            best += [winner] if winner != SHORT[m] else []
-    return [
-        Run(cell, form, seed=seed, decay=decay, rate=0.1, test=True)
-        for seed in range(5)
-        for cell, decay in CLASSES.items()
-        for form in best
-    ]
-
-
 FOLLOWING: dict[str, Callable[[Iterable[Row]], list[Run]]] = {
     "small-edges": small_edges,
     "small-seeds": small_seeds,
-    "confirm-early": confirm_early,
 }
 """Rounds whose runs follow from the records of others."""
 

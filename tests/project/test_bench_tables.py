@@ -37,29 +37,45 @@ def test_loops_are_told_as_recorded():
     assert re.findall(r"\d+\.\d", told) == expected
 
 
-def test_eager_steps_are_told_as_recorded():
-    rows = measured.read(measured.RECORDS / "steps-resnet50-h200.csv")
-    by = {" ".join(filter(None, (row["method"], row["way"]))): row for row in rows}
-    bn, bkn, fused = (
-        [f"{float(by[m][c]):.1f}" for c in ("eager_ms", "ms")] for m in ("nn.BatchNorm", "bkn", "bkn fused")
-    )
+WAYS = ("nn.BatchNorm", "bkn", "bkn fused")
+
+
+def recorded_steps(name):
+    rows = measured.read(measured.RECORDS / name)
+    return {" ".join(filter(None, (row["method"], row["way"]))): row for row in rows}
+
+
+def line_of(by, words, column):
+    """A line of a table on the page: a column of the record, for the three ways."""
+    return " | ".join([f"| {words}", *(f"{float(by[way][column]):.1f}" for way in WAYS)]) + " |"
+
+
+def test_steps_in_a_loop_are_told_as_recorded():
+    by = recorded_steps("steps-resnet50-h200.csv")
     page = " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
-    assert f"| eager | {bn[0]} | {bkn[0]} | {fused[0]} | | as a CUDA graph | {bn[1]} | {bkn[1]} | {fused[1]} |" in page
-    ratios = [f"{float(by[method]['eager_ratio']):.2f}" for method in ("bkn", "bkn fused")]
+    columns = {"eager": "eager_ms", "compiled": "compiled_ms", "as a CUDA graph": "ms"}
+    assert " ".join(line_of(by, words, column) for words, column in columns.items()) in page
+    ratios = [f"{float(by[method]['eager_ratio']):.2f}" for method in WAYS[1:]]
     assert "takes {} times as long with BKN as with BatchNorm, and {} times with fused BKN".format(*ratios) in page
 
 
-def test_compiled_steps_are_told_as_recorded():
-    rows = measured.read(measured.RECORDS / "steps-resnet18-h200.csv")
-    by = {" ".join(filter(None, (row["method"], row["way"]))): row for row in rows}
-    steps, cold, cached = (
-        [f"{float(by[method][column]):.1f}" for method in ("nn.BatchNorm", "bkn", "bkn fused")]
-        for column in ("compiled_ms", "compile_s", "compile_cached_s")
-    )
+@pytest.mark.parametrize("net", ["ResNet-18", "ResNet-50"])
+def test_compiled_steps_are_told_as_recorded(net):
+    by = recorded_steps(f"steps-{net.lower().replace('-', '')}-h200.csv")
+    lines = {
+        f"{net}: a step, ms": "compiled_ms",
+        "to compile, s": "compile_s",
+        "to compile if torch finds its kernels on disk, s": "compile_cached_s",
+    }
     page = " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
-    assert "| a step, ms | {} | {} | {} |".format(*steps) in page
-    assert "| to compile, s | {} | {} | {} |".format(*cold) in page
-    assert "| to compile if torch finds its kernels on disk, s | {} | {} | {} |".format(*cached) in page
+    assert " ".join(line_of(by, words, column) for words, column in lines.items()) in page
+
+
+def test_steps_of_reduce_overhead_are_told_as_recorded():
+    by = recorded_steps("steps-resnet18-reduce-overhead-h200.csv")
+    times = [f"{float(by[way]['compiled_ms']):.1f} ms" for way in WAYS]
+    told = "takes {} with BatchNorm, {} with BKN and {} with fused BKN".format(*times)
+    assert told in " ".join(measured.DOCUMENT.read_text(encoding="utf-8").split())
 
 
 def test_loops_have_the_columns_of_their_record():

@@ -14,27 +14,38 @@ from torch.nn import functional as F
 
 import kalmannorm
 from trials.forms import Form
-from trials.rounds import SHORT
+from trials.rounds import RECIPE
 from trials.table import RECORDS, setting_of
 from trials.training import MOMENTUM
 
 
 def settings():
     """Those of BKN in the records, by m. The rate, the decay and the batch are those of Tiny-ImageNet."""
-    lines = (RECORDS / "confirm-filters.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [setting_of(row) for row in map(json.loads, lines)]
-    return {each.form.m: each for each in found if (each.cell, each.form.kind) == ("tiny100", "kalman")}
+    names = {2: "confirm-filters", 1: "confirm-gain"}
+    lines = {m: (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines() for m, name in names.items()}
+    found = [(m, setting_of(row)) for m, own in lines.items() for row in map(json.loads, own)]
+    return {m: each for m, each in found if (each.cell, each.form.kind, each.form.m) == ("tiny100", "kalman", m)}
+
+
+def sized(block, m):
+    """The code of the page for this m, with what its comment says for m = 1."""
+    assert f"# m = 1: statistics_batch_size=1, gain={RECIPE[1].gain}." in block
+    return block.replace("net, images, statistics_batch_size=2", f"net, images, {converting(m)}")
+
+
+def converting(m):
+    gain = RECIPE[m].gain
+    return f"statistics_batch_size={m}" + ("" if gain is None else f", gain={gain}")
 
 
 @pytest.mark.parametrize("m", [2, 1])
 def test_the_recipe_is_the_form_that_was_confirmed(m):
     setting = settings()[m]
-    assert setting.form == SHORT[m] and setting.batch == 128
+    assert setting.form == RECIPE[m] and setting.batch == 128
     block, accumulated = blocks(DOCS / "recipe.md")
-    assert "statistics_batch_size=2," in block and "# or 1;" in block
     scope: dict = {}
     exec(GIVEN["recipe.md"][0], scope)
-    exec(block.replace("statistics_batch_size=2", f"statistics_batch_size={m}"), scope)
+    exec(sized(block, m), scope)
     phase, optimizer, model = scope["phase"], scope["optimizer"], scope["model"]
     form = setting.form
     assert (phase.start, phase.end) == form.close and phase.top == form.top and phase.present == 0
@@ -46,8 +57,13 @@ def test_the_recipe_is_the_form_that_was_confirmed(m):
     norms = [module for module in model.modules() if isinstance(module, kalmannorm.BatchKalmanNorm)]
     assert len(norms) == 2 and {norm.statistics_batch_size for norm in norms} == {m}
     assert all(norm.closing.fades for norm in norms)
+    converted: dict = {"images": scope["images"], "net": net().float(), "kalmannorm": kalmannorm}
+    exec(next(line for line in sized(block, m).splitlines() if line.startswith("model =")), converted)
+    gains = [getattr(norm, "gain_logit", None) for norm in converted["model"].modules()]
+    starts = [gain.sigmoid().item() for gain in gains if gain is not None]
+    assert starts == pytest.approx([0.5 if form.gain is None else form.gain] * len(starts), rel=1e-5) and starts
     again = dict(scope)
-    exec(GIVEN["recipe.md"][1].replace("statistics_batch_size=2", f"statistics_batch_size={m}"), again)
+    exec(GIVEN["recipe.md"][1].replace("statistics_batch_size=2", converting(m)), again)
     exec(accumulated, again)  # with micro-batches the same weights are trained
     for mine, theirs in zip(again["model"].parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)
@@ -75,10 +91,11 @@ def test_convert_trains_as_the_form_of_the_trials(m):
     steps = 120
     torch.manual_seed(1)
     batches = [(torch.randn(8, 3, 8, 8).double(), torch.randint(3, (8,))) for _ in range(steps)]
-    form = Form(**{**vars(SHORT[m]), "close": (0.4, 0.6)})
+    form = Form(**{**vars(RECIPE[m]), "close": (0.4, 0.6)})
     tried = net()
     phases = [form.apply(tried, batches[0][0], steps)]
-    model = kalmannorm.convert(net(), batches[0][0], statistics_batch_size=m, weight_standardization=True)
+    gain = {} if form.gain is None else {"gain": form.gain}
+    model = kalmannorm.convert(net(), batches[0][0], statistics_batch_size=m, weight_standardization=True, **gain)
     phases.append(kalmannorm.ClosingPhase(model, steps, start=0.4, end=0.6, fade_prior=True))
     for each, phase in zip((tried, model), phases, strict=True):
         optimizer = torch.optim.SGD(kalmannorm.parameter_groups(each, 1e-3), lr=0.1, momentum=0.9, nesterov=True)

@@ -325,18 +325,25 @@ def test_standard_errors():
     assert results_words.standard_error(50.0, 10_000) == pytest.approx(0.5)
 
 
-FILTERED = ROUNDS["confirm-filters"]
+ROUNDS_ON_TEST = results_filters.CONFIRMING
+ROUND_OF = {run.key: name for name in ROUNDS_ON_TEST for run in ROUNDS[name]}
+FILTERED = [run for name in ROUNDS_ON_TEST for run in ROUNDS[name]]
+RECIPES = [("tiny100", form) for form in results_filters.RECIPE.values()]
 STANDARDIZED = Form(kind="batch", filters="standardized")
 
 
 @pytest.fixture
 def with_confirmed(monkeypatch):
-    """The page as if BKN on Tiny-ImageNet and these runs were all that has computed filters on test images."""
-    known = [run.key for run in FILTERED if (run.cell, run.form.kind) == ("tiny100", "kalman")]
-    real = [row for row in results_trials.table.records() if row["round"] != "confirm-filters" or row["key"] in known]
+    """The page as if the recipe on Tiny-ImageNet and these runs were all that has computed filters on test images."""
+    known = [run.key for run in FILTERED if (run.cell, run.form) in RECIPES]
+    every = results_trials.table.records()
+    real = [row for row in every if row["round"] not in ROUNDS_ON_TEST or row["key"] in known]
 
     def use(runs, score=accuracy, **changes):
-        rows = [record("confirm-filters", run, test={"population": score(run)}, **changes) for run in runs]
+        rows = [
+            record(ROUND_OF.get(run.key, ROUNDS_ON_TEST[0]), run, test={"population": score(run)}, **changes)
+            for run in runs
+        ]
         monkeypatch.setattr(results_trials.table, "records", lambda: [*real, *rows])
         results_trials.all_scores.cache_clear()
 
@@ -347,8 +354,8 @@ def with_confirmed(monkeypatch):
 
 
 def runs_of(cell, *forms):
-    """Those of the round, without BKN on Tiny-ImageNet, which has records."""
-    own = [run for run in FILTERED if run.cell == cell and (cell, run.form.kind) != ("tiny100", "kalman")]
+    """Those of the rounds, without the recipe on Tiny-ImageNet, which has records."""
+    own = [run for run in FILTERED if run.cell == cell and (cell, run.form) not in RECIPES]
     return [run for run in own if not forms or run.form in forms]
 
 
@@ -378,9 +385,10 @@ def test_every_page_is_written_from_a_part_of_the_runs_with_computed_filters(cou
     for page in results_page.PAGES:
         results_page.written(page.read_text(encoding="utf-8"), page)
     assert [TABLES[name]() for name in others] == before
-    left = len(runs[count:])
-    told = "".join(results_filters.missing())
-    assert told.startswith(f"Computed filters on test images: {left} of {len(FILTERED)} runs") if left else not told
+    left = [ROUND_OF[run.key] for run in runs[count:]]
+    for name in ROUNDS_ON_TEST:
+        own = f"Computed filters on test images: {left.count(name)} of {len(ROUNDS[name])} runs of `{name}`"
+        assert any(told.startswith(own) for told in results_filters.missing()) == (name in left)
 
 
 def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
@@ -424,10 +432,10 @@ def test_the_table_of_computed_filters_has_both_differences(with_confirmed):
     headings, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
     plain, same, *others = lines
     assert [plain[0], same[0]] == ["batch norm at 128, plain filters", "batch norm at 128, standardized filters"]
-    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 5
+    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 7
     assert plain[-2:] == ["", ""] and same[-2].startswith("+3.") and same[-1] == ""
     own = {score.setting.form: score.accuracies() for score in results_trials.on_test_images("tiny100", filters=True)}
-    for line, form in zip(others[:2], (results_filters.RECIPE[m] for m in (2, 1)), strict=True):
+    for line, form in zip(others[:4:2], (results_filters.RECIPE[m] for m in (2, 1)), strict=True):
         assert line[0].startswith(f"BKN, m = {form.m}, standardized filters")
         assert line[-1] == difference(own[form], own[STANDARDIZED]).shown(2)
         assert line[-2] == difference(own[form], results_trials.tested("tiny100", "batch", 128, phase=False)).shown(2)

@@ -14,11 +14,11 @@ from torch import nn
 import kalmannorm
 from support.wide import narrow
 from trials import __main__ as command
-from trials import chosen, early, table, training
+from trials import early, table, training
 from trials.cells import CELLS, Cell, Data, split
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.forms import Form
-from trials.rounds import AT_ONCE, CLASSES, RAPID, ROUNDS, SHORT
+from trials.rounds import ROUNDS
 from trials.training import MOMENTUM, Run, Training, train
 
 
@@ -419,26 +419,3 @@ def test_first_losses_are_those_of_the_training():
     expected = [round(float(part.mean()), 3) for part in (whole.losses[:25], whole.losses[25:])]
     assert early.losses(whole.run, whole.cell, whole.data, 1000) == expected
     assert early.losses(whole.run, whole.cell, whole.data, 25) == expected[:1]
-
-
-def test_the_best_start_is_confirmed_on_test_images():
-    """The best over all cells. The recipe itself is not run again."""
-    rows = []
-    for run in ROUNDS["fifteenth"]:
-        form = run.form
-        accuracy = 60.0 + (form.gain == 0.1) - (run.cell == "tiny100") + 2 * (form == SHORT[2])
-        rows.append(
-            {
-                "key": run.key, "cell": run.cell, "seed": 0, "epochs": 15, "rate": 0.1, "form": vars(form),
-                "decay": run.decay, "batch": 128, "held_out": {"population": accuracy}, "loss": 1.0,
-                "round": "fifteenth",
-            }
-        )  # fmt: skip
-    lost = next(row for row in rows if row["form"]["gain"] == 0.1 and row["form"]["close"] == RAPID)
-    lost["loss"] = None
-    rows = json.loads(json.dumps(rows))
-    runs = chosen.confirm_early(rows)
-    assert {run.form for run in runs} == {dataclasses.replace(SHORT[1], close=AT_ONCE, gain=0.1)}
-    assert {(run.cell, run.decay) for run in runs} == set(CLASSES.items())
-    assert len(runs) == 15 and {run.seed for run in runs} == set(range(5)) and all(run.test for run in runs)
-    assert chosen.confirm_early(rows[1:]) == [], "a run is missing for m = 1, and at m = 2 the recipe is the best"
