@@ -16,10 +16,10 @@ sys.path.append(str(ROOT))
 from results_trials import NAMES, SHORT, origin_of
 
 from kalmannorm.lab.experiments.catalogue import experiment
-from trials import chosen, table
+from trials import chosen, evidence, table
 from trials.cells import CELLS
 from trials.chosen import LABELS, Point
-from trials.evidence import ABLATIONS, EVIDENCE, LONG, PAPER, RACED, SINGLE, TABLE3, VIRTUAL, WIDE, methods
+from trials.evidence import ABLATIONS, DIGIT_SIZES, EVIDENCE, LONG, PAPER, RACED, SINGLE, TABLE3, VIRTUAL, WIDE, methods
 from trials.forms import Form
 from trials.table import Score
 
@@ -29,6 +29,7 @@ QUESTIONS = {
     "rates": "three learning rates for every method at m = 2 and 1",
     "seeds": "two more seeds at m = 2 and 1",
     "ablations": "ablations",
+    "ablations-digits": "ablations on digits",
     "settings": "the paper's ImageNet settings on Tiny-ImageNet",
     "table3": "the paper's CIFAR table, 30 epochs and 3 seeds",
 }
@@ -185,6 +186,36 @@ def ablations() -> str:
         shown = [f"k = {size}" for size in sorted((2, *VIRTUAL))]
         text += "\n" + "\n".join(markdown(["`example`, test accuracy, %", *shown, "population"], widths, 1)) + "\n\n"
     return text + origin_of(records, ["cifar10"])
+
+
+def ablations_on_digits() -> str:
+    found = scores_of("ablations-digits")
+    if not found:
+        return not_yet("ablations-digits")
+    lines = []
+    for label in ABLATIONS:
+        parts = [_ablated(found, evidence.ablations(m), label) for m in DIGIT_SIZES]
+        lines.append([label, *(cell for part in parts for cell in part)])
+    records = [row for score in found.values() for row in score.rows.values()]
+    headings = ["digits, test accuracy, % (n)"]
+    headings += [f"m = {m}, {column}" for m in DIGIT_SIZES for column in ("population", "example", "difference")]
+    text = "\n".join(markdown(headings, lines, 1)) + "\n\n"
+    return text + origin_of(records, ["digits"])
+
+
+def _ablated(found: dict[Form, Score], forms: dict[str, Form], label: str) -> list[str]:
+    """Accuracies in population and example inference, and the first's difference to the row that the label begins with.
+
+    Of runs that diverged, only their number is told.
+    """
+    score, base = found.get(forms[label]), found.get(forms[label.split(", ")[0]])
+    if score is None or score.diverged:
+        return [ABSENT if score is None else "diverged", "", ""]
+    own = score.accuracies()
+    lost = len(score.rows) - len(own)
+    count = f"({len(own)}; {lost} diverged)" if lost else f"({len(own)})"
+    against = "" if base is None or base is score or base.diverged else difference(own, base.accuracies()).shown()
+    return [f"{_spread(own)} {count}", _spread(score.accuracies("example")), against]
 
 
 def _spread(by_seed: Scores) -> str:

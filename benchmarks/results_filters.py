@@ -279,14 +279,30 @@ def moving(cell: str) -> list[str]:
     return told and [" ".join(told) + " It has BKN's learning rate and weight decay, which were not chosen for it."]
 
 
-def elsewhere(cell: str) -> list[str]:
-    """The recipe on another cell, in one item. Empty if it was not run."""
-    found = differences(cell)
-    if not found:
-        return []
-    setting = f"{CELLS[cell].epochs} epochs, {min(seeds(cell))} seeds, {table.TEST[CELLS[cell].images]:,} test images"
-    told = [f"The same recipe with {NAMES[cell]} ({setting}): {_by_m(found, PLAIN)}.", *same_groups(cell)]
-    return [" ".join(told)]
+def overview(shown: list[str]) -> list[str]:
+    """A small table: a column for each cell."""
+    forms = {
+        "batch norm at 128": Form(kind="batch"),
+        "the same with standardized filters": Form(kind="batch", filters="standardized"),
+    }
+    forms |= {f"**BKN by the recipe, m = {m}**": form for m, form in RECIPE.items()}
+    forms |= {"batch norm on groups of 2, filters and phase of the recipe": GROUPS}
+    forms |= {f"Moving Average Batch Norm, m = {m}": Form(kind="moving", m=m) for m in RECIPE}
+    lines = [[words, *(_overview(cell, form) for cell in shown)] for words, form in forms.items()]
+    return markdown(["", *(NAMES[cell] for cell in shown)], lines, 1)
+
+
+def _overview(cell: str, form: Form) -> str:
+    """Says the number of seeds where the base has more."""
+    score, base = with_form(cell, form), batch_norm(cell, "plain")
+    if score is None:
+        return "not run"
+    if score.diverged or base is None:
+        return "diverged" if score.diverged else f"{mean(score.accuracies()):.1f}"
+    seeds = len(score.accuracies())
+    notes = [_cell(score, base), f"{seeds} seeds" if seeds < len(base.accuracies()) else ""]
+    told = "; ".join(note for note in notes if note)
+    return f"{mean(score.accuracies()):.1f}" + (f" ({told})" if told else "")
 
 
 def missing() -> list[str]:

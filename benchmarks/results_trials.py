@@ -29,6 +29,7 @@ NAMES = {
     "cifar10-wide": "wide CIFAR Inception on CIFAR-10",
     "cifar100-wide": "wide CIFAR Inception on CIFAR-100",
     "tiny100-inception": "BN-Inception on 100 classes of Tiny-ImageNet",
+    "digits": "digits-net on digits",
 }
 SHORT = {"tiny100": "Tiny-ImageNet", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 SHORT |= {"cifar10-resnet32": "ResNet-32, CIFAR-10", "tiny100-inception": "BN-Inception, Tiny-ImageNet"}

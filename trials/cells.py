@@ -1,7 +1,7 @@
 """The cells of the trials: a data set and a network.
 
-The images come from packs, see `pack.py`. Forms are chosen on a held-out tenth of the training images. The test images
-are only used to confirm what was chosen.
+The images come from packs, see `pack.py`. Digits come with scikit-learn. Forms are chosen on a held-out tenth of the
+training images. The test images are only used to confirm what was chosen.
 
 | cell | network | images |
 | --- | --- | --- |
@@ -11,6 +11,7 @@ are only used to confirm what was chosen.
 | `cifar10-resnet32` | ResNet-32 of the authors' code | CIFAR-10 |
 | `tiny100` | ResNet-18 | 100 classes of Tiny-ImageNet |
 | `tiny100-inception` | BN-Inception, in the role of the paper's Inception-v2 | the same |
+| `digits` | digits-net | the lab's digits, for trials on a CPU |
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from kalmannorm.lab.data.digits import Digits
 from kalmannorm.lab.experiments.widths import matching_width
 from kalmannorm.lab.models.bn_inception import BNInception
 from kalmannorm.lab.models.cifar_inception import CifarInception
 from kalmannorm.lab.models.cifar_resnet import CifarResNet
+from kalmannorm.lab.models.digits_net import DigitsNet
 
 BATCH = 128
 MOSAIC = 10
@@ -51,16 +54,19 @@ class Cell:
     decay: float = 5e-4
     count: int | None = None
     """Images to train on, the same in every run. None: all."""
+    channels: int = 3
+    flips: bool = True
+    """Whether half of the training images are mirrored."""
 
     @property
     def packs(self) -> tuple[str, ...]:
-        """Of the training images."""
-        return f"{self.images}-a", f"{self.images}-b"
+        """Of the training images. Digits need none."""
+        return () if self.images == "digits" else (f"{self.images}-a", f"{self.images}-b")
 
 
 @dataclass(frozen=True)
 class Data:
-    """Images (N, 3, H, W) uint8 and labels (N,) on the device; `scale` and `shift` normalize a channel.
+    """Images (N, C, H, W) uint8 and labels (N,) on the device; `scale` and `shift` normalize a channel.
 
     `held`: the images to score, which are not trained on. `test`: the test images, if runs are scored on both.
     """
@@ -103,6 +109,7 @@ CELLS = {
     "cifar10-resnet32": Cell("cifar10-resnet32", "cifar10", lambda: CifarResNet(32, 10), 32, 4, 15),
     "tiny100": Cell("tiny100", "tiny100", _resnet18, 64, 8, 15),
     "tiny100-inception": Cell("tiny100-inception", "tiny100", lambda: BNInception(100), 64, 8, 15),
+    "digits": Cell("digits", "digits", lambda: DigitsNet(10), 8, 0, 15, channels=1, flips=False),
 }
 
 
@@ -114,6 +121,9 @@ def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False, 
     missing = absent(cell, folder, test=test or both)
     if missing:
         raise FileNotFoundError(f"no pack {missing[0]} in {folder}: make it with trials/pack.py")
+    if not cell.packs:
+        (images, labels), tested = ((part.images.to(torch.uint8), part.labels) for part in Digits().read())
+        return split(images, labels, _shuffled(*tested) if test or both else None, test=test, device=device)
     images, labels = _images(cell.packs, folder, cell.size)
     tested = _images((f"{cell.images}-test",), folder, cell.size) if test or both else None
     return split(images, labels, None if tested is None else _shuffled(*tested), test=test, device=device)
@@ -121,7 +131,7 @@ def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False, 
 
 def absent(cell: Cell, folder: Path, *, test: bool) -> list[str]:
     """Packs of this cell that are not in the folder."""
-    names = [*cell.packs, *([f"{cell.images}-test"] if test else [])]
+    names = [*cell.packs, *([f"{cell.images}-test"] if cell.packs and test else [])]
     return [name for name in names if not (folder / f"{name}.npz").is_file()]
 
 
@@ -142,7 +152,7 @@ def split(
         held, held_labels = _shuffled(images[chosen], labels[chosen])
     values = train[::8].float()
     mean, std = values.mean((0, 2, 3)), values.std((0, 2, 3))
-    scale, shift = (1 / std).view(1, 3, 1, 1), (-mean / std).view(1, 3, 1, 1)
+    scale, shift = (1 / std).view(1, -1, 1, 1), (-mean / std).view(1, -1, 1, 1)
     tensors = train, train_labels, held, held_labels, scale, shift, *(tested or ())
     return Data(*(tensor.to(device) for tensor in tensors))
 
@@ -163,7 +173,9 @@ def made_up(cell: Cell, count: int, device: torch.device, *, test: bool = False,
     generator = torch.Generator().manual_seed(0)
 
     def some(number: int) -> tuple[Tensor, Tensor]:
-        images = torch.randint(0, 256, (number, 3, cell.size, cell.size), generator=generator, dtype=torch.uint8)
+        images = torch.randint(
+            0, 256, (number, cell.channels, cell.size, cell.size), generator=generator, dtype=torch.uint8
+        )
         return images, torch.arange(number) % 2
 
     images, labels = some(count)

@@ -25,7 +25,7 @@ from trials.rounds import ROUNDS
 RECORDS = Path(__file__).parent / "records"
 HELD_OUT = 5_000
 """Images that a run is scored on, in every cell: the held-out tenth."""
-TEST = {"tiny100": 5_000, "cifar10": 10_000, "cifar100": 10_000}
+TEST = {"tiny100": 5_000, "cifar10": 10_000, "cifar100": 10_000, "digits": 896}
 """Test images of a data set."""
 
 Row = dict[str, Any]

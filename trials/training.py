@@ -112,7 +112,7 @@ class Training:
         ]
         self.order = torch.cat(order).to(device)
         moves = torch.randint(0, 2 * cell.padding + 1, (self.steps, batch, 3), generator=rng, dtype=torch.uint8)
-        moves[..., 2] %= 2
+        moves[..., 2] %= 2 if cell.flips else 1
         self.moves = moves.to(device)
         shares = torch.arange(self.steps, dtype=torch.float64) / self.steps
         rising = (shares / run.warmup).clamp(max=1) if run.warmup else torch.ones_like(shares)

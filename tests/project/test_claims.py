@@ -210,12 +210,12 @@ def test_what_readme_and_results_say_of_the_trials():
     kalman = trials("kalman", 2, phase=False, rounds=("first",))
     assert batch == {"59.8"} and kalman == {"55.2"}
     by = confirmed()
-    assert f"batch norm at 128 reached {statistics.fmean(by['batch', 128]):.1f} %" in readme
+    assert f"| batch norm at 128 | {statistics.fmean(by['batch', 128]):.1f} |" in readme
     (two, margin_two), (one, margin_one) = (below(by["batch", 128], by["kalman", m]) for m in (2, 1))
     told = (
-        f"was {two:.2f} ± {margin_two:.2f} points below it at m = 2, and {one:.2f} ± {margin_one:.2f} points at m = 1"
+        f"was {two:.2f} ± {margin_two:.2f} points below batch norm at 128 with m = 2, and {one:.2f} ± {margin_one:.2f}"
     )
-    assert told in readme
+    assert f"{told} points with m = 1" in readme
     for key, scores in by.items():
         cells = f"| 5 | {' '.join(f'{each:.1f}' for each in scores)} | {statistics.fmean(scores):.2f} |"
         against = {("kalman", 2): (two, margin_two), ("kalman", 1): (one, margin_one)}.get(key)
@@ -231,14 +231,16 @@ def test_what_the_pages_say_of_the_recipe():
         ("kalman", m): confirmed(name)["kalman", m] for m, name in {2: "confirm-filters", 1: "confirm-gain"}.items()
     }
     (two, margin_two), (one, margin_one) = (below(found["kalman", m], base) for m in (2, 1))
-    told = f"{two:.2f} ± {margin_two:.2f} points above it at m = 2, and {one:.2f} ± {margin_one:.2f} points at m = 1"
-    assert told in text("README.md")
+    told = f"was {two:.2f} ± {margin_two:.2f} points above batch norm at m = 2, and {one:.2f} ± {margin_one:.2f}"
+    assert f"{told} points at m = 1" in text("README.md")
     for m, (points, margin) in {2: (two, margin_two), 1: (one, margin_one)}.items():
         shown = f"+{points:.2f} ± {margin:.2f} |"
         cells = f"| 5 | {' '.join(f'{each:.1f}' for each in found['kalman', m])} | "
         assert f"{cells}{statistics.fmean(found['kalman', m]):.2f} | {shown}" in text("docs/results.md")
         assert f"m = {m} | 5 | {statistics.fmean(found['kalman', m]):.1f} ± " in text("docs/recipe.md")
         assert shown in text("docs/recipe.md")
+        mean = f"{statistics.fmean(found['kalman', m]):.1f}"
+        assert f"| **BKN by the recipe, m = {m}** | {mean} ({shown.removesuffix(' |')}) |" in text("README.md")
     deciding = text("docs/should-i-use-it.md")
     assert f"{two:.1f} points more accurate at m = 2, and {one:.1f} points at m = 1, than batch norm" in deciding
 
