@@ -10,7 +10,20 @@ from functools import cache
 from pathlib import Path
 
 from measured import ABSENT, ROOT, markdown
-from results_words import Row, Scores, bullets, difference, mean, origin, paragraph, said, spread, standard_error
+from results_words import (
+    Difference,
+    Row,
+    Scores,
+    bullets,
+    compared,
+    difference,
+    mean,
+    origin,
+    paragraph,
+    said,
+    spread,
+    standard_error,
+)
 
 sys.path.append(str(ROOT))
 from results_trials import NAMES, SHORT, origin_of
@@ -34,6 +47,7 @@ QUESTIONS = {
     "table3": "the paper's CIFAR table, 30 epochs and 3 seeds",
 }
 MODES = ("population", "batch", "example", "recalibrated")
+SAME_M = "batch norm with the same groups"
 AUTHORS = {"batch norm": 8.7, "group norm": 8.5, "BKN": 7.6}
 """Final errors in % of ResNet-32 on the validation images of CIFAR-10, as the authors' code reports them."""
 
@@ -200,7 +214,7 @@ def ablations_on_digits() -> str:
     headings = ["digits, test accuracy, % (n)"]
     headings += [f"m = {m}, {column}" for m in DIGIT_SIZES for column in ("population", "example", "difference")]
     text = "\n".join(markdown(headings, lines, 1)) + "\n\n"
-    return text + origin_of(records, ["digits"])
+    return text + origin_of(records, ["digits"]) + "\n" + bullets(_of_digits(found))
 
 
 def _ablated(found: dict[Form, Score], forms: dict[str, Form], label: str) -> list[str]:
@@ -208,14 +222,41 @@ def _ablated(found: dict[Form, Score], forms: dict[str, Form], label: str) -> li
 
     Of runs that diverged, only their number is told.
     """
-    score, base = found.get(forms[label]), found.get(forms[label.split(", ")[0]])
+    score, against = found.get(forms[label]), _change(found, forms, label)
     if score is None or score.diverged:
         return [ABSENT if score is None else "diverged", "", ""]
     own = score.accuracies()
     lost = len(score.rows) - len(own)
     count = f"({len(own)}; {lost} diverged)" if lost else f"({len(own)})"
-    against = "" if base is None or base is score or base.diverged else difference(own, base.accuracies()).shown()
-    return [f"{_spread(own)} {count}", _spread(score.accuracies("example")), against]
+    return [f"{_spread(own)} {count}", _spread(score.accuracies("example")), against.shown() if against else ""]
+
+
+def _change(found: dict[Form, Score], forms: dict[str, Form], label: str) -> Difference | None:
+    """To the row that the label begins with. None: it is that row, or one of them is missing or diverged."""
+    name = label.split(", ")[0]
+    score, base = found.get(forms[label]), found.get(forms[name])
+    if label == name or score is None or base is None or not set(score.accuracies()) & set(base.accuracies()):
+        return None
+    return difference(score.accuracies(), base.accuracies())
+
+
+def _of_digits(found: dict[Form, Score]) -> list[str]:
+    """What can be told apart, at each m, and how much the prior does."""
+    told = []
+    for m in DIGIT_SIZES:
+        forms = evidence.ablations(m)
+        changes = {label: change for label in forms if (change := _change(found, forms, label))}
+        clear = [f"{label} ({change.shown()})" for label, change in changes.items() if change.above or change.below]
+        counted = f"Of {len(changes)} changes at m = {m}"
+        told.append(
+            f"{counted}, {len(clear)} make a difference whose interval leaves out 0: {'; '.join(clear)}."
+            if clear
+            else f"{counted}, none makes a difference whose interval leaves out 0."
+        )
+        groups, bkn = found.get(forms["batch norm"]), found.get(forms["BKN"])
+        if groups and bkn and set(groups.accuracies()) & set(bkn.accuracies()):
+            told[-1] += f" {compared(f'BKN at m = {m}', difference(bkn.accuracies(), groups.accuracies()), SAME_M, 1)}."
+    return [*told, "About one change in twenty would leave out 0 by chance."]
 
 
 def _spread(by_seed: Scores) -> str:

@@ -32,12 +32,12 @@ from results_trials import (
 from trials import table
 from trials.cells import BATCH, CELLS
 from trials.forms import Form
-from trials.rounds import GENTLE, RECIPE, ROUNDS
+from trials.rounds import GENTLE, LARGER, RECIPE, ROUNDS
 from trials.rounds import SHORT as USUAL_GAIN
 from trials.table import Score, described
 
 ROUND = "confirm-filters"
-CONFIRMING = (ROUND, "confirm-gain")
+CONFIRMING = (ROUND, "confirm-gain", "confirm-groups")
 """The rounds on test images."""
 PLAIN = "batch norm at 128 with plain filters"
 SAME = "batch norm at 128 with standardized filters"
@@ -279,6 +279,10 @@ def moving(cell: str) -> list[str]:
     return told and [" ".join(told) + " It has BKN's learning rate and weight decay, which were not chosen for it."]
 
 
+def data_sets(own: list[str]) -> str:
+    return "one data set" if len(own) == 1 else f"{len(own)} data sets"
+
+
 def overview(shown: list[str]) -> list[str]:
     """A small table: a column for each cell."""
     forms = {
@@ -286,7 +290,10 @@ def overview(shown: list[str]) -> list[str]:
         "the same with standardized filters": Form(kind="batch", filters="standardized"),
     }
     forms |= {f"**BKN by the recipe, m = {m}**": form for m, form in RECIPE.items()}
-    forms |= {"batch norm on groups of 2, filters and phase of the recipe": GROUPS}
+    groups = {GROUPS.m: GROUPS} | {
+        m: form for m, form in LARGER.items() if any(with_form(cell, form) for cell in shown)
+    }
+    forms |= {f"batch norm on groups of {m}, filters and phase of the recipe": form for m, form in groups.items()}
     forms |= {f"Moving Average Batch Norm, m = {m}": Form(kind="moving", m=m) for m in RECIPE}
     lines = [[words, *(_overview(cell, form) for cell in shown)] for words, form in forms.items()]
     return markdown(["", *(NAMES[cell] for cell in shown)], lines, 1)
@@ -328,8 +335,7 @@ def recipe_table() -> str:
     own = [cell for cell in cells(test=True) if differences(cell)]
     if not own:
         return not_yet(ROUND)
-    nets = "One net on one data set was" if len(own) == 1 else f"{len(own)} data sets were"
-    return paragraph(f"{nets} measured.") + "\n" + "\n".join(_recipe(cell) for cell in own)
+    return paragraph(f"Measured on {data_sets(own)}.") + "\n" + "\n".join(_recipe(cell) for cell in own)
 
 
 def _recipe(cell: str) -> str:

@@ -141,7 +141,9 @@ def described(form: Form, *, size: bool = True) -> str:
         words.append(
             {"drift": "moved by the drift of the depth prior", "mixture": "mixed with the depth prior"}[form.level]
         )
-    if form.gain is not None:
+    if form.error is not None:
+        words.append(f"gain {'by noise' if form.fixed else 'learned from that by noise'}, error {form.error:g}")
+    elif form.gain is not None:
         words.append(f"gain {'fixed at' if form.fixed else 'from'} {form.gain:g}")
     elif form.fixed:
         words.append("gain fixed")

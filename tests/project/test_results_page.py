@@ -21,7 +21,7 @@ from results_words import Difference, compared, difference, paragraph, said, sig
 from scipy import stats
 
 from support.evidence_rows import accuracy, record, records
-from trials.evidence import EVIDENCE, methods
+from trials.evidence import EVIDENCE, ablations, methods
 from trials.forms import Form
 from trials.rounds import ROUNDS
 
@@ -180,7 +180,7 @@ def table_of(text, start):
     return [cell.strip() for cell in heading.strip("|").split("|")], list(found.values())
 
 
-@pytest.mark.parametrize("block", ["against m", "table 3", "settings", "ablations", "not run"])
+@pytest.mark.parametrize("block", ["against m", "table 3", "settings", "ablations", "ablations on digits", "not run"])
 def test_every_section_of_evidence_is_written_from_all_records(block, with_records):
     with_records(records())
     text = results_page.BLOCKS[block]()
@@ -250,6 +250,30 @@ def test_ablations_are_compared_with_the_row_of_their_name(with_records):
     assert headings[1:] == ["k = 1", "k = 2", "k = 4", "k = 8", "k = 32", "population"] and len(lines) == 3
 
 
+def test_ablations_on_digits_name_the_changes_that_can_be_told_apart(with_records):
+    rows = records("ablations-digits")
+    for row in rows:
+        form, score = Form(**{**row["form"], "close": tuple(row["form"]["close"])}), 90.0 + row["seed"]
+        if form == ablations(1)["BKN, gain fixed at 0.8"]:
+            score -= 3 + 0.1 * row["seed"]
+        if form == ablations(1)["BKN, gain from 0.2"]:  # as much below, but not with every seed
+            score -= (0, 0, 0, 0, 15)[row["seed"]]
+        if form == ablations(2)["BKN, gain by noise, error 0.03"] and row["seed"] < 2:
+            row["loss"] = None
+        row["test"]["population"] = score
+    with_records(rows)
+    text = results_evidence.ablations_on_digits()
+    headings, lines = table_of(text, "| digits")
+    by_name = {line[0]: dict(zip(headings, line, strict=True)) for line in lines}
+    assert by_name["BKN, gain fixed at 0.8"]["m = 1, difference"] == "−3.2 ± 0.2"
+    assert by_name["BKN, gain from 0.2"]["m = 1, difference"] == "−3.0 ± 8.3"
+    assert by_name["BKN"]["m = 1, difference"] == ""
+    assert by_name["BKN, gain by noise, error 0.03"]["m = 2, population"] == "93.0 ± 1.0 (3; 2 diverged)"
+    told = " ".join(text.split())
+    assert "at m = 1, 1 make a difference whose interval leaves out 0: BKN, gain fixed at 0.8 (−3.2 ± 0.2)." in told
+    assert "at m = 2, none makes a difference" in told
+
+
 def test_steps_are_counted_to_the_best_of_batch_norm_at_the_setting(with_records):
     rows = records("settings")
     for row in rows:
@@ -314,7 +338,7 @@ def test_a_new_cell_needs_a_name(monkeypatch):
 
 def test_what_the_page_for_deciding_says_of_small_batches():
     page = " ".join((ROOT / "docs" / "should-i-use-it.md").read_text(encoding="utf-8").split())
-    assert "Moving Average Batch Normalization was the best method in batches of 1 there" in page
+    assert "In true batches of 1 on digits [its mean is the highest]" in page
     means = {
         form: results_words.mean(found) for form in results_lab.SMALL_METHODS if (found := results_lab.small(form, 1))
     }
@@ -372,7 +396,7 @@ def likely(**points):
 
 def told_of_filters():
     """Every text about computed filters, on one line each."""
-    texts = [TABLES[name]() for name in ("in short", "confirmed filters", "measured")] + [results_page.readme()]
+    texts = [TABLES[name]() for name in ("in short", "confirmed filters", "measured")]
     return [" ".join(text.split()) for text in texts]
 
 
@@ -432,7 +456,7 @@ def test_the_table_of_computed_filters_has_both_differences(with_confirmed):
     headings, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
     plain, same, *others = lines
     assert [plain[0], same[0]] == ["batch norm at 128, plain filters", "batch norm at 128, standardized filters"]
-    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 7
+    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 9
     assert plain[-2:] == ["", ""] and same[-2].startswith("+3.") and same[-1] == ""
     own = {score.setting.form: score.accuracies() for score in results_trials.on_test_images("tiny100", filters=True)}
     for line, form in zip(others[:4:2], (results_filters.RECIPE[m] for m in (2, 1)), strict=True):
@@ -461,11 +485,30 @@ def test_runs_that_diverged_are_shown(with_confirmed):
         assert "Batch norm at 128 with standardized filters diverged" in text and "same phase diverged" in text
 
 
+def test_the_readme_has_every_run_in_its_table(with_confirmed):
+    """What was not run, or diverged, is said so. Groups of 4 and 8 appear when they were run."""
+    headings, lines = table_of(results_page.readme(), "|  | ResNet-18")
+    assert (
+        headings[1:] == ["ResNet-18 on 100 classes of Tiny-ImageNet"]
+        and "scored on one data set" in results_page.readme()
+    )
+    cells = {line[0]: line[1] for line in lines}
+    assert [name for name, cell in cells.items() if cell == "not run"] == list(cells)[1:2] + list(cells)[4:]
+    assert not any("groups of 4" in name for name in cells)
+    runs = [run for run in runs_of("tiny100") if run.form != STANDARDIZED or run.seed < 4]
+    with_confirmed(runs, likely(batch=3.0))
+    cells = {line[0]: line[1] for line in table_of(results_page.readme(), "|  | ResNet-18")[1]}
+    assert re.fullmatch(r"64\.\d \(\+[23]\.\d\d ± \d\.\d\d; 4 seeds\)", cells["the same with standardized filters"])
+    assert "not run" not in cells.values() and any("groups of 8" in name for name in cells)
+    with_confirmed(runs, likely(), loss=None)
+    assert table_of(results_page.readme(), "|  | ResNet-18")[1][-1][1] == "diverged"
+
+
 def test_a_cell_without_held_out_images_says_nothing_of_them(with_confirmed):
     with_confirmed([run for run in runs_of("cifar100") if run.form != STANDARDIZED], likely(kalman=1.0))
     tiny, cifar = results_filters.confirm_table().split("CIFAR Inception on CIFAR-100, 15 epochs")
     assert "On held-out images" in tiny and "On held-out images" not in cifar
-    assert "2 data sets were measured." in results_filters.recipe_table()
+    assert "Measured on 2 data sets." in results_filters.recipe_table()
 
 
 @pytest.mark.parametrize("m", [2, 1])
