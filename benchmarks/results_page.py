@@ -74,8 +74,8 @@ def readme() -> str:
     (epochs,) = {net.epochs for net in nets.values()}
     first = paragraph(
         f"The recipe for m = 1 and 2 was scored on {filters.data_sets(cells)}: test accuracy in %, `population` "
-        f"inference, {epochs} epochs, {max(filters.seeds('tiny100'))} seeds. In parentheses is the difference to batch norm at "
-        "128, with half of its interval of 95 %:"
+        f"inference, {epochs} epochs, {max(filters.seeds('tiny100'))} seeds. In parentheses is the difference to batch "
+        "norm at 128, with half of its interval of 95 %:"
     )
     plain = plain_filters(
         "On Tiny-ImageNet BKN with plain filters and a closing phase was {two} points below batch norm at 128 with "
