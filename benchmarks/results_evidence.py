@@ -120,7 +120,7 @@ def _against_m(cell: str) -> str:
     )
     headings = ["inference", f"{SHORT[cell]}, test accuracy, % (n)", *(f"m = {m}" for m in sizes)]
     text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(records, [cell]) + "\n"
-    lines_below = [_best(found, m, images) for m in sizes]
+    lines_below = [told for m in sizes if (told := _best(found, m, images))]
     if cell == "cifar10-resnet32":
         told = ", ".join(f"{name} {error:.1f} %" for name, error in AUTHORS.items())
         lines_below.append(
@@ -145,7 +145,9 @@ def _list(values: Iterable[float]) -> str:
 
 
 def _best(found: dict[tuple[str, int], Point | None], m: int, images: int) -> str:
-    """The best method at m, and those that cannot be told from it."""
+    """The best method at m, and those that cannot be told from it. Empty without a run of BKN at m."""
+    if not any("BKN" in LABELS[name] and size == m for name, size in found):
+        return ""
     own = {name: point for (name, size), point in found.items() if point is not None and (size == m or name in SINGLE)}
     scores = {name: mean(point.tested(point.way)) for name, point in own.items()}
     first = max(scores, key=scores.__getitem__)
@@ -158,7 +160,9 @@ def _best(found: dict[tuple[str, int], Point | None], m: int, images: int) -> st
     ]
     told = f"Within two standard errors of it: {'; '.join(near)}" if near else "No other is within two standard errors"
     most = f"{LABELS[first]} has the most: {scores[first]:.1f} %"
-    return f"At m = {m}, in the way of inference that was chosen, {most}. {told}."
+    counts = {len(point.tested(point.way)) for point in own.values()}
+    seeds = "one seed each" if counts == {1} else f"{min(counts)} to {max(counts)} seeds"
+    return f"At m = {m}, in the way of inference that was chosen, {most} ({seeds}). {told}."
 
 
 # Ablations
@@ -241,22 +245,26 @@ def _change(found: dict[Form, Score], forms: dict[str, Form], label: str) -> Dif
 
 
 def _of_digits(found: dict[Form, Score]) -> list[str]:
-    """What can be told apart, at each m, and how much the prior does."""
-    told = []
+    """What the prior and its transition do, and which changes can be told apart, at each m."""
+    told, count, apart = [], 0, 0
     for m in DIGIT_SIZES:
         forms = evidence.ablations(m)
+        own = {label: score.accuracies() for label, form in forms.items() if (score := found.get(form))}
+        for label, base, words in (("BKN", "batch norm", SAME_M), ("BKN", "BKN learned", "BKN learned")):
+            if set(own.get(label, {})) & set(own.get(base, {})):
+                change = difference(own[label], own[base])
+                told.append(f"In `population` inference {compared(f'{label} at m = {m}', change, words)}.")
         changes = {label: change for label in forms if (change := _change(found, forms, label))}
-        clear = [f"{label} ({change.shown()})" for label, change in changes.items() if change.above or change.below]
-        counted = f"Of {len(changes)} changes at m = {m}"
-        told.append(
-            f"{counted}, {len(clear)} make a difference whose interval leaves out 0: {'; '.join(clear)}."
+        clear = [f"{label} ({change.shown(2)})" for label, change in changes.items() if change.above or change.below]
+        count, apart = count + len(changes), apart + len(clear)
+        verb = (
+            f"{len(clear)} have an interval without 0: {'; '.join(clear)}"
             if clear
-            else f"{counted}, none makes a difference whose interval leaves out 0."
+            else "none has an interval without 0"
         )
-        groups, bkn = found.get(forms["batch norm"]), found.get(forms["BKN"])
-        if groups and bkn and set(groups.accuracies()) & set(bkn.accuracies()):
-            told[-1] += f" {compared(f'BKN at m = {m}', difference(bkn.accuracies(), groups.accuracies()), SAME_M, 1)}."
-    return [*told, "About one change in twenty would leave out 0 by chance."]
+        told.append(f"Of {len(changes)} changes at m = {m}, {verb}.")
+    chance = f"Of {count} intervals, 2 or 3 would leave out 0 by chance, and {apart} do."
+    return [*told, chance + (" So small differences may be chance." if apart < 10 else "")]
 
 
 def _spread(by_seed: Scores) -> str:

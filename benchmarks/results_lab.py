@@ -375,7 +375,7 @@ def small_tables() -> str:
 def _small_cifar_sentences() -> list[str]:
     """One seed each."""
     four, two, one = (
-        {form: statistics.fmean(found.values()) for form in SMALL_METHODS if (found := _on_cifar(form, batch))}
+        {form: statistics.fmean(found.values()) for form in SMALL_METHODS if (found := small_on_cifar(form, batch))}
         for batch in (4, 2, 1)
     )
     moving, bkn, batch, group = SmallForm("mabn"), SmallForm("bkn", 0.3), SmallForm("bn"), SmallForm("gn")
@@ -401,7 +401,7 @@ def _small_cifar_sentences() -> list[str]:
     ]
 
 
-def _on_cifar(form: SmallForm, batch: int) -> Scores:
+def small_on_cifar(form: SmallForm, batch: int) -> Scores:
     return small(form, batch, data="cifar10")
 
 

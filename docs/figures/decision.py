@@ -7,10 +7,13 @@ from matplotlib.figure import Figure
 
 RECORDS = ()
 QUESTIONS = (
-    ("Do more than 8 examples share their statistics?", "Stay with BatchNorm"),
+    ("Do more than 2 examples share their statistics?", "Stay with BatchNorm"),
     ("Are there many devices with a fast network?", "SyncBatchNorm is simpler"),
     ("Do you fine-tune, and are frozen statistics accurate enough?", "Stay with frozen BatchNorm"),
-    ("Can you do without folding, and without BatchNorm weights to start from?", "Compare BKN with GroupNorm"),
+    (
+        "Can you do without folding, and without BatchNorm weights to start from?",
+        "Compare BKN with GroupNorm,\nwith standardized weights too",
+    ),
 )
 LAST = "Convert to BKN, train with a closing phase,\nand compare with what you have"
 

@@ -1,4 +1,4 @@
-"""Batch Kalman Normalization for PyTorch: train deep networks when only 1 to 8 examples fit on a device."""
+"""Batch Kalman Normalization for PyTorch: train deep networks when very few examples fit on a device."""
 
 from kalmannorm import functional, moments
 from kalmannorm._model.accumulate import accumulate_statistics

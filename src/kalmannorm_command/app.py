@@ -56,7 +56,7 @@ def everything(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the versions of kalmannorm and torch."),
     ] = False,
 ) -> None:
-    """Train, compare and analyse normalizers for batches of 1 to 8 examples per device."""
+    """Train, compare and analyse normalizers for batches of very few examples per device."""
 
 
 def run(arguments: list[str] | None = None) -> int:
