@@ -32,7 +32,7 @@ from results_trials import (
 from trials import table
 from trials.cells import BATCH, CELLS
 from trials.forms import Form
-from trials.rounds import GENTLE, LARGER, RECIPE, ROUNDS
+from trials.rounds import CONTROLS, GENTLE, RECIPE, ROUNDS
 from trials.rounds import SHORT as USUAL_GAIN
 from trials.table import Score, described
 
@@ -296,13 +296,13 @@ def data_sets(own: list[str]) -> str:
 
 
 def overview(shown: list[str]) -> list[str]:
-    """A small table: a column for each cell. Variants that no cell has are left out."""
+    """A small table: a column for each cell. Larger groups are left out until they were run."""
     control = "batch norm on groups of {m}, filters and phase of the recipe"
     forms = {"batch norm at 128": Form(kind="batch"), "the same with standardized filters": STANDARDIZED}
     forms |= {f"**BKN by the recipe, m = {m}**": form for m, form in RECIPE.items()}
     forms |= {"the same with a gain from 0.5, the first recipe": USUAL_GAIN[1], control.format(m=2): GROUPS}
-    larger = {control.format(m=m): form for m, form in LARGER.items()}
-    forms |= {words: form for words, form in larger.items() if any(with_form(cell, form) for cell in shown)}
+    ran = {m: form for m, form in CONTROLS.items() if m == 1 or any(with_form(cell, form) for cell in shown)}
+    forms |= {control.format(m=m): form for m, form in ran.items()}
     forms |= {f"Moving Average Batch Norm, m = {m}": Form(kind="moving", m=m) for m in RECIPE}
     lines = [[words, *(_overview(cell, form) for cell in shown)] for words, form in forms.items()]
     return markdown(["", *(NAMES[cell] for cell in shown)], lines, 1)

@@ -266,9 +266,9 @@ def test_tracking_together(kind, groups, compiled):
     assert "atom.global.gpu.acq_rel" in compiled["track_many_kernel"]
 
 
-@pytest.mark.parametrize("computation", ["centred", "standardized", "scaled"])
+@pytest.mark.parametrize("computation", narrow(["centred", "standardized", "scaled"], ["scaled"]))  # has the most code
 @pytest.mark.parametrize("gathered", [False, True], ids=["by address", "gathered"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", narrow([torch.float32, torch.bfloat16], [torch.bfloat16]), ids=str)
 def test_filters(dtype, gathered, computation, compiled, monkeypatch):
     """Nothing is added by atomics, and no tile needs more shared memory than the sums of its threads."""
     weights = [torch.zeros(8, 3, 3, 3, dtype=dtype), torch.zeros(8, 300, 3, 3, dtype=dtype)]

@@ -462,7 +462,7 @@ def test_the_table_of_computed_filters_has_both_differences(with_confirmed):
     headings, lines = table_of(results_filters.confirm_table(), "| Tiny-ImageNet, test accuracy")
     plain, same, *others = lines
     assert [plain[0], same[0]] == ["batch norm at 128, plain filters", "batch norm at 128, standardized filters"]
-    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 9
+    assert [heading.split()[-2] for heading in headings[-2:]] == ["plain", "standardized"] and len(others) == 10
     assert plain[-2:] == ["", ""] and same[-2].startswith("+3.") and same[-1] == ""
     own = {score.setting.form: score.accuracies() for score in results_trials.on_test_images("tiny100", filters=True)}
     for line, form in zip(others[:4:2], (results_filters.RECIPE[m] for m in (2, 1)), strict=True):
