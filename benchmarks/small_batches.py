@@ -6,7 +6,7 @@
 Runs use SGD with Nesterov momentum 0.9 and a cosine schedule. A record contains the test accuracy in %. `closing` is
 the share of training at which a closing phase begins. It is complete 0.3 later. With standardized filters (`bkn-ws`,
 `bn-ws`) it is complete 0.1 later, priors fade, and running statistics have a momentum of 0.01 per example of a batch.
-`gain` is the initial gain. Without it, it is the lab's 0.5.
+`gain` is the initial gain. Without it, it is the lab's 0.5. `rate` is a factor of the learning rate.
 
 | data | network | training images | test images | steps | learning rate |
 | --- | --- | --: | --: | --- | --- |
@@ -34,11 +34,12 @@ RECORD = HERE / "records" / "small-batches.jsonl"
 
 
 class Form(NamedTuple):
-    """A method, the start of its closing phase, and the initial gain."""
+    """A method, the start of its closing phase, the initial gain, and a factor of the learning rate."""
 
     method: str
     closing: float | None = None
     gain: float | None = None
+    rate: float = 1.0
 
 
 FORMS: dict[str, list[Form]] = {
@@ -67,6 +68,11 @@ FORMS: dict[str, list[Form]] = {
         Form("bkn-ws", 0.02),
         Form("bkn", 0.3, 0.1),
         Form("bkn-ws", 0.02, 0.1),
+        Form("bkn-ws", 0.02, rate=4),
+        Form("mabn", rate=4),
+        Form("bkn", 0.3, rate=4),
+        Form("bn", rate=4),
+        Form("gn", rate=4),
     ],
 }
 """What is compared, by data."""
@@ -74,7 +80,7 @@ SEEDS = {"digits": 3, "cifar10": 1}
 
 
 def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
-    method, closing, gain = form
+    method, closing, gain, rate = form
     shared = Recipe(
         method=method,
         gradient_batch=batch,
@@ -89,16 +95,17 @@ def recipe_of(data: str, form: Form, batch: int, seed: int) -> Recipe:
             shared, closing_end=closing + 0.1, fade_prior=method == "bkn-ws", statistics_momentum=0.01 * batch
         )
     if data == "digits":
-        return dataclasses.replace(shared, epochs=batch, learning_rate=0.006 * math.sqrt(batch))
+        return dataclasses.replace(shared, epochs=batch, learning_rate=rate * 0.006 * math.sqrt(batch))
     return dataclasses.replace(
-        shared, model="cifar-resnet-20", dataset="cifar10", epochs=4, learning_rate=0.1 * batch / 128,
+        shared, model="cifar-resnet-20", dataset="cifar10", epochs=4, learning_rate=rate * 0.1 * batch / 128,
         train_examples=4000, test_examples=2000, channels_last=True,
     )  # fmt: skip
 
 
 def key_of(data: str, form: Form, batch: int, seed: int) -> str:
-    gain = "" if form.gain is None else f" | gain={form.gain}"
-    words = f"{form.method} | closing={form.closing}{gain} | batch={batch} | seed={seed}"
+    more = "" if form.gain is None else f" | gain={form.gain}"
+    more += "" if form.rate == 1 else f" | rate={form.rate:g}"
+    words = f"{form.method} | closing={form.closing}{more} | batch={batch} | seed={seed}"
     return words if data == "digits" else f"{data} | {words}"
 
 
