@@ -320,7 +320,7 @@ def _transfer_sentences(base: Scores) -> list[str]:
 
 
 class SmallForm(NamedTuple):
-    """A method in true small batches: the start of its closing phase, the initial gain, a factor of the learning rate."""
+    """A method in true small batches: the fields of `Form` in small_batches.py."""
 
     method: str
     closing: float | None = None
