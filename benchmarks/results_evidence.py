@@ -263,8 +263,9 @@ def _of_digits(found: dict[Form, Score]) -> list[str]:
             else "none has an interval without 0"
         )
         told.append(f"Of {len(changes)} changes at m = {m}, {verb}.")
-    chance = f"Of {count} intervals, 2 or 3 would leave out 0 by chance, and {apart} do."
-    return [*told, chance + (" So small differences may be chance." if apart < 10 else "")]
+    by_chance = count / 20
+    more = " So small differences may be chance." if apart < 4 * by_chance else ""
+    return [*told, f"Of {count} intervals, about {by_chance:.0f} would leave out 0 by chance, and {apart} do.{more}"]
 
 
 def _spread(by_seed: Scores) -> str:

@@ -389,9 +389,12 @@ def _small_cifar_sentences() -> list[str]:
         max(value for form, value in each.items() if form.method.startswith("bkn") and form.rate == 1)
         for each in (four, two, one)
     )
-    higher = {form: value for form, value in two.items() if form.rate == HIGHER}
-    order = sorted(higher, key=higher.__getitem__, reverse=True)
-    told = [f"{SMALL_METHODS[form._replace(rate=1.0)]} {higher[form]:.1f} %" for form in order]
+    told = []
+    for size, each in ((2, two), (1, one)):
+        higher = {form: value for form, value in each.items() if form.rate == HIGHER}
+        order = sorted(higher, key=higher.__getitem__, reverse=True)
+        shown = "; ".join(f"{SMALL_METHODS[form._replace(rate=1.0)]} {higher[form]:.1f} %" for form in order)
+        told += [f"With {HIGHER:g} times this learning rate, in batches of {size}: {shown}."] if shown else []
     return [
         said(
             "Moving Average Batch Norm learns fastest at the lower rate: in batches of 2 it has "
@@ -409,7 +412,7 @@ def _small_cifar_sentences() -> list[str]:
             ours > max(two[batch], two[group]),
             alone > one[group] > one[bkn] > one[batch],
         ),
-        *([f"With {HIGHER:g} times this learning rate, in batches of 2: {'; '.join(told)}."] if told else []),
+        *told,
     ]
 
 

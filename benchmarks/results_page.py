@@ -110,20 +110,21 @@ def in_short() -> str:
                 one["example"].above,
                 all(abs(above(digits, m, "population").points) < 1 for m in (2, 4, 8, 32, 64)),
             ),
-            f"If the gradient batch is as small as the group, much depends on the learning rate. {_of_rates()}",
+            "If the gradient batch is as small as the group, much depends on the learning rate. On a part of CIFAR-10 "
+            f"in batches of 2, {_of_rates(2)}. In batches of 1, {_of_rates(1)} (one seed, test images).",
             "All runs are short, and the data sets are small. No net was trained on ImageNet.",
         ]
     )
 
 
-def _of_rates() -> str:
-    """Moving Average Batch Norm and BKN in true batches of 2, at both learning rates."""
+def _of_rates(batch: int) -> str:
+    """Moving Average Batch Norm and BKN in true batches, at both learning rates."""
     forms = {"Moving Average Batch Norm": SmallForm("mabn"), "BKN by the recipe": SmallForm("bkn-ws", 0.02)}
     told = []
     for name, form in forms.items():
-        low, high = (mean(lab.small_on_cifar(form._replace(rate=rate), 2)) for rate in (1.0, lab.HIGHER))
+        low, high = (mean(lab.small_on_cifar(form._replace(rate=rate), batch)) for rate in (1.0, lab.HIGHER))
         told.append(said(f"{name} has {low:.1f} % at one rate and {high:.1f} % at {lab.HIGHER:g} times it", high > low))
-    return f"On a part of CIFAR-10 in batches of 2, {', and '.join(told)} (one seed, test images)."
+    return ", and ".join(told)
 
 
 def _of_recipe(cell: str, m: int) -> list[str]:
@@ -300,15 +301,15 @@ def when() -> str:
             ),
             "Moving Average Batch Norm, or BKN with `gain=0.1` and a closing phase",
         ],
-        [
-            "2",
-            "ResNet-20 on a part of CIFAR-10, true batches of 2, test",
-            _of_rates()
-            .removeprefix("On a part of CIFAR-10 in batches of 2, ")
-            .removesuffix(" (one seed, test images).")
-            + ", one seed",
-            "BKN by [the recipe](recipe.md) or Moving Average Batch Norm, after a choice of the learning rate",
-        ],
+        *(
+            [
+                str(batch),
+                f"ResNet-20 on a part of CIFAR-10, true batches of {batch}, test",
+                f"{_of_rates(batch)}, one seed",
+                "BKN by [the recipe](recipe.md) or Moving Average Batch Norm, after a choice of the learning rate",
+            ]
+            for batch in (2, 1)
+        ),
     ]
     text = "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
     warmed = cifar("GN warmed up", 128, "population")
