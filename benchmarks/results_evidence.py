@@ -183,12 +183,9 @@ def ablations() -> str:
         if score is None or score.diverged:
             lines.append([label, ABSENT if score is None else "diverged", *[""] * (len(MODES) + 1)])
             continue
-        base = found.get(ABLATIONS[label.split(", ")[0]])
         cells = [_spread(score.accuracies(mode, "tested")) for mode in MODES]
-        own = score.accuracies("population", "tested")
-        against = (
-            "" if base is None or base is score else difference(own, base.accuracies("population", "tested")).shown()
-        )
+        own, change = score.accuracies("population", "tested"), _change(found, ABLATIONS, label, "tested")
+        against = change.shown() if change else ""
         lines.append([label, str(len(own)), *cells, against])
         if form in (methods(2)["BKN"], methods(2)["BKN learned"], methods(2)["groups"]):
             sizes = sorted((2, *VIRTUAL))
@@ -235,13 +232,14 @@ def _ablated(found: dict[Form, Score], forms: dict[str, Form], label: str) -> li
     return [f"{_spread(own)} {count}", _spread(score.accuracies("example")), against.shown() if against else ""]
 
 
-def _change(found: dict[Form, Score], forms: dict[str, Form], label: str) -> Difference | None:
-    """To the row that the label begins with. None: it is that row, or one of them is missing or diverged."""
+def _change(found: dict[Form, Score], forms: dict[str, Form], label: str, images: str = "") -> Difference | None:
+    """To the row that the label begins with, on these images. None: it is that row, or one is missing or diverged."""
     name = label.split(", ")[0]
     score, base = found.get(forms[label]), found.get(forms[name])
-    if label == name or score is None or base is None or not set(score.accuracies()) & set(base.accuracies()):
+    if label == name or score is None or base is None:
         return None
-    return difference(score.accuracies(), base.accuracies())
+    own, others = (each.accuracies("population", images) for each in (score, base))
+    return difference(own, others) if set(own) & set(others) else None
 
 
 def _of_digits(found: dict[Form, Score]) -> list[str]:

@@ -319,6 +319,31 @@ def test_what_the_page_for_deciding_says_of_moving_averages():
     assert "it was below BKN in four of six comparisons, and could not be told from it in two" in page
 
 
+def test_what_the_pages_say_of_example_inference_after_the_recipe():
+    told = "after the recipe at m = 1 it is as bad as guessing"
+    assert told in text("README.md") and "recipe](recipe.md) at m = 1 it is as bad as guessing" in text("docs/faq.md")
+    classes = {"tiny100": 100, "cifar10": 10, "cifar100": 100}
+    lines = (ROOT / "trials" / "records" / "confirm-gain.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["form"]["m"] == 1]
+    assert {row["cell"] for row in rows} == set(classes)
+    for cell, count in classes.items():
+        scores = [row["test"]["example"] for row in rows if row["cell"] == cell]
+        assert statistics.fmean(scores) < 2 * 100 / count, cell
+
+
+def test_how_near_group_norm_with_standardized_weights_is():
+    lines = (ROOT / "trials" / "records" / "sizes.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["cell"] == "cifar10"]
+    (group,) = (row["tested"]["population"] for row in rows if row["form"]["kind"] == "standardized")
+    (bkn,) = (
+        row["tested"]["population"]
+        for row in rows
+        if (row["form"]["kind"], row["form"]["m"], row["form"]["closing"]) == ("kalman", 2, True)
+    )
+    told = f"On CIFAR-10 it was {bkn - group:.1f} points below BKN with a closing phase, with [one seed each]"
+    assert told in text("docs/should-i-use-it.md")
+
+
 def test_how_right_and_how_steady_sigma_is():
     """What the page says about the figure is what the record says."""
     rows = measured.read(ROOT / "docs" / "figures" / "records" / "sigma.csv")
