@@ -47,6 +47,10 @@ CASES = {
     "shared, large mean": Case((4, 3, 8, 8), 4, mean=1000.0, launch=(16, 4, 3), prior=0),
     "more shares than are merged at a time": Case((2, 4, 10, 10), 2, relu=True, launch=(4, 4, 40)),
     "one program per group, many chunks": Case((3, 5, 6, 6), 2, relu=True, launch=(16, 4, 1)),
+    "one program for everything": Case((3, 6, 6, 6), 3, relu=True, launch=(16, 4, 1)),
+    "one program for everything, NCHW": Case(
+        (2, 5, 5, 7), 2, residual=True, relu=True, moments=True, launch=(16, 2, 1), last=False
+    ),
     "lanes that begin anew": Case((2, 3, 30, 10), 2, launch=(4, 4, 1), mean=100.0),
     "two positions abreast": Case((3, 6, 7, 4), 2, relu=True, launch=(8, 4, 3, 4, 2)),
     "four abreast, none is a whole tile, rows of groups": Case(

@@ -6,7 +6,8 @@ once, writes its result, and adds the tile to the moments or sums of its group. 
 
     forward     y, and mean and squared deviations of every share; then a launch that merges shares. If one program has
                 a whole group, it also stores the moments, and there is no second launch.
-    backward    dx, and Σ g and Σ g (x - m) of every share; then a launch that sums shares
+    backward    dx, and Σ g and Σ g (x - m) of every share; then a launch that sums shares. If there is only one group,
+                and one program has it whole, it also stores the gradients of γ and β: there is no second launch.
 
 With a residual, one more tensor is read in the forward. With a ReLU after it, the backward reads y and writes the
 gradient of the residual: 5B.
@@ -163,15 +164,16 @@ def settled_backward_kernel(
     weight_ptr, bias_ptr, prior_mean_ptr, prior_var_ptr, gain_ptr, centre_ptr, rho_ptr, averages_ptr,
     observed_mean_ptr, observed_var_ptr,
     grad_mean_ptr, grad_var_ptr, grad_observed_mean_ptr, grad_observed_var_ptr,
-    d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr,
+    d_prior_mean_ptr, d_prior_var_ptr, d_gain_ptr, d_weight_ptr, d_bias_ptr, collected_ptr,
     N, G, C, L, m, splits, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PRIOR: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, PDL: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, TOTAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dx of a share, and its Σ g and Σ g (x - m), (2, S, G, K, C). RESIDUAL: y is the mask, and g is also stored.
 
-    The first program of a group stores the gradient rows (G, C) of the prior and the gain.
+    The first program of a group stores the gradient rows (G, C) of the prior and the gain. TOTAL: the share is all of
+    x, so its sums are what `settled_sums_kernel` makes of shares.
     """
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
@@ -224,10 +226,28 @@ def settled_backward_kernel(
         lanes_gx += g * away
         dx = scale[None, :] * g + (slope[None, :] * (x - observed_mean[None, :]) + constant[None, :])
         tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    there = (split * G + group).to(tl.int64) * columns + column
-    plane = tl.full([1], splits, tl.int64) * G * columns
-    tl.store(partial_ptr + there, tl.sum(lanes_g, 0), mask=in_c)
-    tl.store(partial_ptr + plane + there, tl.sum(lanes_gx, 0), mask=in_c)
+    sum_g, sum_gx = tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0)
+    if TOTAL:
+        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, True)
+        store_sum_gz(rho * sum_gx, channel, in_c, collected_ptr, d_weight_ptr, True)
+    else:
+        there = (split * G + group).to(tl.int64) * columns + column
+        plane = tl.full([1], splits, tl.int64) * G * columns
+        tl.store(partial_ptr + there, sum_g, mask=in_c)
+        tl.store(partial_ptr + plane + there, sum_gx, mask=in_c)
+
+
+@triton.jit
+def store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, TO_BIAS: tl.constexpr):
+    tl.store(collected_ptr + channel * 3, sum_g, mask=in_c)
+    tl.store(collected_ptr + channel * 3 + 2, tl.full([sum_g.shape[0]], 1.0, tl.float32), mask=in_c)
+    store_row(d_bias_ptr, channel, sum_g, in_c, TO_BIAS)
+
+
+@triton.jit
+def store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, TO_WEIGHT: tl.constexpr):
+    tl.store(collected_ptr + channel * 3 + 1, sum_gz, mask=in_c)
+    store_row(d_weight_ptr, channel, sum_gz, in_c, TO_WEIGHT)
 
 
 @triton.jit
@@ -259,15 +279,10 @@ def settled_sums_kernel(
     plane = tl.full([], splits, tl.int64) * G * (C * K)
     if job == 0:
         sum_g = total_of(partial_ptr, splits * G * K, C, channel, in_c, BG, BC)
-        tl.store(collected_ptr + channel * 3, sum_g, mask=in_c)
-        tl.store(collected_ptr + channel * 3 + 2, tl.full([BC], 1.0, tl.float32), mask=in_c)
-        if not BIAS_ROWS:
-            tl.store(d_bias_ptr + channel, sum_g, mask=in_c)
+        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, not BIAS_ROWS)
     if job == 1:
         sum_gz = rho * total_of(partial_ptr + plane, splits * G * K, C, channel, in_c, BG, BC)
-        tl.store(collected_ptr + channel * 3 + 1, sum_gz, mask=in_c)
-        if not WEIGHT_ROWS:
-            tl.store(d_weight_ptr + channel, sum_gz, mask=in_c)
+        store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, not WEIGHT_ROWS)
     if job == 2:
         sum_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
     if job == 3:

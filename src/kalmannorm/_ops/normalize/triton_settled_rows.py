@@ -15,9 +15,12 @@ from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients
 from kalmannorm._ops.normalize.tiling import settling, shape_of
 from kalmannorm._ops.normalize.triton_rows import NOTHING, Shares, Step, aligned, direct, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
-from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, whole
+from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, total, whole
 from kalmannorm._ops.propagate.bundle import ROWS
-from kalmannorm._ops.triton_launching import ALIGNED, Direct
+from kalmannorm._ops.triton_launching import ALIGNED, Direct, Ready
+
+NOT_YET = None, None, None
+"""Instead of the gradients of γ and β and the sums for the probe, if a second launch makes them."""
 
 
 class TritonSettledRows:
@@ -37,11 +40,13 @@ class TritonSettledRows:
         self.forward_launches = forward_launches(shape, how, x.device, rows, eps, relu, residual)
         self.forward_scratch = None if whole(how) else Shares(shape.groups, how.splits, how.K, shape.C)
         how = settling(shape, processors, backward=True, residual=self.keeps_output, wide=wide)
-        self.backward_launches = (
+        self.backward_launches: tuple[Ready, ...] = (
             backward_launch(shape, how, x.device, rows, relu, self.keeps_output, (False, False)),
-            sums_launch(shape, how, x.device, 0, (True, True)),
         )
-        self.backward_scratch = Shares(shape.groups, how.splits, how.K, shape.C)
+        self.backward_scratch = None
+        if not total(shape, how):
+            self.backward_launches += (sums_launch(shape, how, x.device, 0, (True, True)),)
+            self.backward_scratch = Shares(shape.groups, how.splits, how.K, shape.C)
         self.step = shape.groups * shape.C
         self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
         self.forward_direct: tuple[Direct, ...] = ()
@@ -130,14 +135,19 @@ class TritonSettledRows:
             centre = kept.data_ptr()
             rho = centre + 4 * self.channels
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-            sums = memory.scratch.of(memory.moments, self.backward_scratch.values)
+            affine = d_weight, d_weight + step, collected.data_ptr()
+            sums: int | None = None
+            in_pass: tuple[int | None, ...] = affine
+            if self.backward_scratch is not None:
+                sums, in_pass = memory.scratch.of(memory.moments, self.backward_scratch.values), NOT_YET
             launches[0](
                 stream, grad_at, x_at, y_at, dx_at, d_residual_at, sums,
                 rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
                 centre, rho, averages_at, seen, seen + step, *NOTHING,
-                d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step,
+                d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step, *in_pass,
             )  # fmt: skip
-            launches[1](stream, sums, rho, d_weight, d_weight + step, collected.data_ptr(), *NOTHING, None, None)
+            if sums is not None:
+                launches[1](stream, sums, rho, *affine, *NOTHING, None, None)
         if self.residual and not self.keeps_output:
             d_residual = grad_y
         return dx, d_rows, d_residual, collected
@@ -148,12 +158,15 @@ class TritonSettledRows:
         """The arguments of each launch of a backward. `made` is memory for the gradients."""
         x, y, rows, kept, averages = saved
         dx, d_rows, d_residual, collected = made
-        sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
         d_weight, d_bias, *d_filtered = d_rows.unbind(0)
-        seen = self.moments(moments, start)[2:]
+        seen, affine = self.moments(moments, start)[2:], (d_weight, d_bias, collected)
+        filtered = *rows.unbind(0), *kept, averages, *seen, *NOTHING, *d_filtered
+        if self.backward_scratch is None:
+            return [(grad_y, x, y, dx, d_residual, None, *filtered, *affine)]
+        sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
         return [
-            (grad_y, x, y, dx, d_residual, sums, *rows.unbind(0), *kept, averages, *seen, *NOTHING, *d_filtered),
-            (sums, kept[1], d_weight, d_bias, collected, *NOTHING, None, None),
+            (grad_y, x, y, dx, d_residual, sums, *filtered, *NOT_YET),
+            (sums, kept[1], *affine, *NOTHING, None, None),
         ]
 
     def launches_of_step(self, like: Tensor, rows: Tensor, moments: Tensor, start: int) -> Iterator[Step]:

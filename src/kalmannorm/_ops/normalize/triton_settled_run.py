@@ -1,7 +1,7 @@
 """A norm with running statistics on CUDA, with the arguments and results of `aten_settled.py`.
 
-Launches of a forward: 1 if one program has a whole group, else 2. Launches of a backward: 2, and one more if the gain
-is a single number.
+Launches of a forward: 1 if one program has a whole group, else 2. Launches of a backward: 1 if that group is also the
+only one, else 2. A gain that is a single number needs one more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from kalmannorm._ops.triton_launching import KEPT, Ready, launch_options
 def whole(how: Launch) -> bool:
     """Whether one program has all values of a group and a channel."""
     return how.splits * how.K == 1
+
+
+def total(shape: Shape, how: Launch) -> bool:
+    """Whether one program has all values of a channel."""
+    return whole(how) and shape.groups == 1
 
 
 def forward(inputs: SettledInputs) -> SettledResults:
@@ -82,22 +87,23 @@ def backward(given: SettledGrads) -> list[Tensor]:
     arrived = at_posterior[0] is not None, at_observation[0] is not None
     launch = backward_launch(shape, how, x.device, row_strides, given.relu, y is not None, arrived)
     dx, d_residual = torch.empty_like(x), None if y is None else torch.empty_like(x)
-    partial = partial_sums(shape, how, x.device)
+    partial = None if total(shape, how) else partial_sums(shape, how, x.device)
     rooms = rooms_for(filtered, given.observed_mean)
+    d_weight, d_bias = (torch.empty(each.shape, device=x.device, dtype=torch.float32) for each in (weight, bias))
+    collected = torch.empty((C, 3), device=x.device, dtype=torch.float32)
     launch(
         given.grad_y, x, y, dx, d_residual, partial, *parameters, given.centre, given.rho, given.averages.contiguous(),
         given.observed_mean, given.observed_var, *at_posterior, *at_observation, *[room.rows for room in rooms],
+        *((d_weight, d_bias, collected) if partial is None else [None] * 3),
     )  # fmt: skip
-
-    d_weight, d_bias = (torch.empty(each.shape, device=x.device, dtype=torch.float32) for each in (weight, bias))
-    collected = torch.empty((C, 3), device=x.device, dtype=torch.float32)
-    per_group = weight.dim() == 2 and weight.shape[0] > 1, bias.dim() == 2 and bias.shape[0] > 1
-    summing = [room for room in rooms if room.sums_rows]
-    missing = [None] * (3 - len(summing))
-    sums_launch(shape, how, x.device, len(summing), per_group)(
-        partial, given.rho, d_weight, d_bias, collected,
-        *[room.rows for room in summing], *missing, *[room.result for room in summing], *missing,
-    )  # fmt: skip
+    if partial is not None:
+        per_group = weight.dim() == 2 and weight.shape[0] > 1, bias.dim() == 2 and bias.shape[0] > 1
+        summing = [room for room in rooms if room.sums_rows]
+        missing = [None] * (3 - len(summing))
+        sums_launch(shape, how, x.device, len(summing), per_group)(
+            partial, given.rho, d_weight, d_bias, collected,
+            *[room.rows for room in summing], *missing, *[room.result for room in summing], *missing,
+        )  # fmt: skip
     gradients = [dx, d_weight, d_bias, collected]
     if given.residual:
         assert d_residual is not None
@@ -127,6 +133,7 @@ def backward_launch(
         "RESIDUAL": residual,
         "AT_POSTERIOR": arrived[0],
         "AT_OBSERVATION": arrived[1],
+        "TOTAL": total(shape, how),
     }
     grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
     return Ready(kernels.settled_backward_kernel, grid, numbers, options)
