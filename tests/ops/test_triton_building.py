@@ -63,6 +63,7 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a real GPU is not asked
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(triton_building.VARIABLE, "2")
     before = driver._active

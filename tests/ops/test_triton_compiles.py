@@ -28,6 +28,7 @@ from kalmannorm._ops.predict import triton_predict
 from kalmannorm._ops.propagate import triton_bundle
 from kalmannorm._ops.track import triton_many, triton_one
 from kalmannorm._ops.track.request import TrackingRequest
+from support.triton_compiled import SMALLEST
 
 CASES = {
     "held, a value for each thread": ((6, 8, 2, 2), True, (32, 32, 0), False),
@@ -192,10 +193,6 @@ def test_launches_that_overlap_wait_first(compiled, monkeypatch):
                 assembly.find(access) for access in ("ld.global", "st.global", "cp.async") if access in assembly
             )
             assert -1 < assembly.find("griddepcontrol.wait") < first
-
-
-SMALLEST = 99 * 1024
-"""Shared memory that a program may have on consumer GPUs since Ampere."""
 
 
 @pytest.mark.parametrize("dtype", narrow([torch.float32, torch.bfloat16], [torch.float32]), ids=str)  # the larger

@@ -56,7 +56,7 @@ def inputs_of(case):
     given = [None if each is None else each.to(case.device) for each in given]
     inputs = SettledInputs(x, *given, case.m, EPS, activations() if case.residual else None, case.relu)
     moments = [each.to(case.device) if case.moments else None for each in torch.randn(4, groups, C)]
-    return inputs, [activations(), torch.randn(C, 3, device=case.device), *moments]
+    return inputs, [activations(), torch.randn(C, 3).to(case.device), *moments]  # equal on all devices
 
 
 def results(module, inputs, rest):

@@ -14,6 +14,8 @@ from triton.runtime.jit import JITFunction
 from support.ready_launches import forget
 
 TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
+SMALLEST = 99 * 1024
+"""Shared memory that a program may have on consumer GPUs since Ampere."""
 
 
 OPERATION = re.compile(r"\s*(?:@\S+ )?([\w.]+)\s+(%\w+)(?:\|%\w+)?,\s*(.*);")

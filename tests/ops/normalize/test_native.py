@@ -132,7 +132,7 @@ SETTLED = {
 @pytest.mark.parametrize("name", SETTLED)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_settled_as_pytorch_operations(name, threads, monkeypatch):
-    inputs, rest = inputs_of(SETTLED[name])
+    inputs, rest = inputs_of(SETTLED[name]._replace(device="cpu"))
     exact = SettledInputs(*doubled(inputs)), doubled(rest)
     expected = results(aten_settled, *exact)
     monkeypatch.setattr(native_settled, "threads_for", lambda values: threads)

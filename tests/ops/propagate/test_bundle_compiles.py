@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ pytest.importorskip("triton", minversion="3.3")
 
 from kalmannorm._ops.propagate import triton_bundle
 from support.bundled_nets import IMAGE, Blocks, Branches, Smooth, bundles, converted
-from support.triton_compiled import TYPES
+from support.triton_compiled import SMALLEST, TYPES
 
 TAPE = {"tape_kernel", "tape_backward_kernel"}
 LEAVES = {"collect_kernel", "leaves_kernel", "leaves_backward_kernel", "gains_backward_kernel"}
@@ -45,5 +47,8 @@ def test_bundles(case, compiled, monkeypatch):
         at = [tuple(torch.zeros(2, 1, result.numel())) for result in bundle.results[len(bundle.norms) :]]
         triton_bundle.backward(bundle, tensors, made.saved, made.state, made.rows, at, [True] * len(tensors))
     assert compiled.keys() == TAPE | LEAVES | LAYERS
+    assert max(compiled.shared.values()) <= SMALLEST
     if case == "in rows of four":
-        assert "ld.global.v4" in compiled["layers_kernel"] and "st.global.v4" in compiled["layers_backward_kernel"]
+        assert "st.global.v4" in compiled["layers_backward_kernel"]
+        for name in LAYERS - {"rows_backward_kernel"}:  # weights are loaded ahead, 16 bytes at a time
+            assert re.search(r"cp\.async\S* \[.*\], \[.*\], 0x10", compiled[name]), name

@@ -37,6 +37,9 @@ from kalmannorm._ops.propagate.triton_elementwise import (
 )
 from kalmannorm._ops.triton_shared import await_previous, settle_keys, sum_of_products
 
+STAGES = tl.constexpr(3)
+"""Tiles of a weight that are on their way at the same time: one that is computed, and two that are loaded."""
+
 
 @triton.jit
 def along(BC: tl.constexpr, TP: tl.constexpr, TAPS_LAST: tl.constexpr):
@@ -103,7 +106,7 @@ def layers_kernel(
     else:
         sums = tl.zeros([BK, TP, BC], tl.float32)
         squares = tl.zeros([BK, TP, BC], tl.float32)
-    for first in range(0, group_inputs, BC):
+    for first in tl.range(0, group_inputs, BC, num_stages=STAGES):
         in_c = first + c < group_inputs
         listing = in_c & in_k if GROUPED else in_c
         entry = tl.load(listed + first + c, mask=listing, other=0)
@@ -211,7 +214,7 @@ def layers_backward_kernel(
         to_var = tl.zeros([BK, TP, BC], tl.float32)
     begin = split * tl.load(row + ROWS)
     end = tl.minimum(begin + tl.load(row + ROWS), group_outputs)
-    for first in range(begin, end, BK):
+    for first in tl.range(begin, end, BK, num_stages=STAGES):
         if DEPTHWISE:
             k = c
             in_k = in_c
