@@ -67,7 +67,11 @@ def _sentences(found: Points) -> list[str]:
             continue
         best = max(forms, key=lambda point: point.score.first)
         others = [point for name in ("bn", "gn", "mabn") if (point := found.get((name, batch))) is not None]
-        parts = [compared("it", difference(best.tested(), other.tested()), named(other.name)) for other in others]
+        against = {named(other.name): difference(best.tested(), other.tested()) for other in others}
+        few = {name: each for name, each in against.items() if each.half is None}
+        short = ", ".join(f"{each.shown()} points against {name}" for name, each in few.items())
+        parts = [f"it has {short} (fewer than 3 seeds)"] if short else []
+        parts += [compared("it", each, name) for name, each in against.items() if name not in few]
         gone = [named(name) for name in ("bn", "gn", "mabn") if found.get((name, batch), 0) is None]
         parts += [f"{name} diverged at every rate" for name in gone]
         told.append(f"In batches of {batch} the best form of BKN is *{named(best.name)}*: {'; '.join(parts)}.")

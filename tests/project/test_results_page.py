@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import statistics
 
 import pytest
 import results_evidence
@@ -21,6 +22,7 @@ from results_words import Difference, compared, difference, paragraph, said, sig
 from scipy import stats
 
 from support.evidence_rows import accuracy, record, records
+from trials import chosen
 from trials.evidence import EVIDENCE, ablations, methods
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -348,6 +350,14 @@ def test_what_the_page_for_deciding_says_of_small_batches():
     low, high = (" and ".join(part) + " points" for part in (ahead[:2], ahead[2:]))
     told = f"it was {low} above BKN at a low learning rate, and {high} at four times this rate (one seed)"
     assert f"In true batches of 2 and 1 on CIFAR-10 {told}" in page
+    points = chosen.small_points()
+    ahead = [
+        statistics.fmean(points["mabn", batch].tested().values())
+        - max(statistics.fmean(points[form, batch].tested().values()) for form in ("bkn", "bkn-ws"))
+        for batch in (4, 2)
+    ]
+    told = f"it was [{ahead[0]:.1f} and {ahead[1]:.1f} points above BKN](results.md#true-small-batches)"
+    assert f"{told} in batches of 4 and 2 (one seed)" in page
 
 
 def test_standard_errors():
