@@ -296,6 +296,20 @@ def test_what_the_page_for_deciding_says_of_the_recipe():
     assert "on two of three data sets we could not tell it from BKN" in text("README.md")
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_batch_norm_on_larger_groups_is_not_below_batch_norm_at_128(cell):
+    told = "recipe, was not below batch norm at 128 (see below)"
+    assert f"batch norm on groups of 4 and 8, with the filters and the closing phase of the {told}" in text("README.md")
+    for m in (4, 8):
+        lines = (ROOT / "trials" / "records" / "confirm-groups.jsonl").read_text(encoding="utf-8").splitlines()
+        mine = [row for row in map(json.loads, lines) if (row["cell"], row["form"]["m"]) == (cell, m)]
+        own = [row["test"]["population"] for row in sorted(mine, key=lambda row: row["seed"])]
+        assert [row["seed"] for row in sorted(mine, key=lambda row: row["seed"])] == [0, 1, 2]
+        for base in batch_norm(cell).values():
+            points, margin = below(own, base[: len(own)])
+            assert points > -margin
+
+
 def test_what_the_page_for_deciding_says_of_moving_averages():
     page = " ".join(text("docs/should-i-use-it.md").split())
     clear = []
