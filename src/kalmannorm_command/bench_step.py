@@ -35,6 +35,13 @@ def step(
     fuse: Annotated[
         bool, typer.Option("--fuse/--no-fuse", help="Also time fused nets: norm, sum and ReLU in one pass.")
     ] = False,
+    settled: Annotated[
+        bool,
+        typer.Option(
+            "--settled/--no-settled",
+            help="Also time nets after a closing phase, as the recipe trains them most of the time.",
+        ),
+    ] = False,
     compile: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Also time the nn.BatchNorm net under torch.compile.")
     ] = False,
@@ -96,7 +103,7 @@ def step(
     except ValueError:
         raise LabError(f"--statistics-batches {batches!r}: give numbers of examples, such as 32,4,2") from None
     names = comma_separated(methods, "bn,bkn")
-    chosen = entries(whole, sizes, names, fused=fuse)
+    chosen = entries(whole, sizes, names, fused=fuse, settled=settled)
     if compile:
         chosen.insert(1, Entry(BASELINE, Setting(whole, whole), "inductor"))
     if bound:

@@ -49,8 +49,9 @@ def test_steps(precision):
         model="cifar-resnet-20", gradient_batch=8, device=GPU, channels_last=True, precision=precision, cuda_graph=True
     )
     contenders = [*entries(8, [8, 2], ["bn", "bkn", "bkn-learned"], fused=True), Entry(NONE, Setting(8, 8))]
+    contenders[1:1] = entries(8, [2], ["bn", "bkn", "bkn-ws"], settled=True)[1:]
     rows = bench(case, contenders, 5)
-    assert len(rows) == 14
+    assert len(rows) == 20 and [row["way"] for row in rows].count("settled") == 3
     assert all(row["kernels"] > 10 and row["ms"] > 0 and row["peak_mib"] > 0 for row in rows)
     assert rows[-1]["kernels"] < rows[0]["kernels"]
 

@@ -13,6 +13,7 @@ from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm.lab.bench import step
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_checks import check, check_replay
+from kalmannorm.lab.bench.step_compiled import TIMES_CACHED
 from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry, entries
 from kalmannorm.lab.bench.turns import WARMUP, Seconds, take_turns
 from kalmannorm.lab.errors import LabError
@@ -26,9 +27,9 @@ CASE = Case(model="digits-net", gradient_batch=8, device=CPU)
 SMALL = ["bench", "--model", "digits-net", "--setting", "8,2", "--rounds", "5", "--device", "cpu"]
 
 
-def contender(name, case=CASE, way=""):
+def contender(name, case=CASE, way="", *, settled=False):
     size = case.gradient_batch if name == BASELINE else 2
-    entry = Entry(name, Setting(case.gradient_batch, size), way)
+    entry = Entry(name, Setting(case.gradient_batch, size), way, settled)
     return Contender(case, entry, case.build(entry), *case.batch())
 
 
@@ -47,6 +48,29 @@ def test_fused_nets_are_fused_and_pass():
     one = contender("bkn", way="fused")
     assert len(one.model.fusion.fused) > 0
     check(CASE, one)
+
+
+@pytest.mark.parametrize("way", ["", "fused"])
+@pytest.mark.parametrize("name", ["bn", "bn-ws", "bkn", "bkn-ws", "bkn-learned"])
+def test_settled_nets_run_with_running_statistics_and_pass(name, way):
+    one = contender(name, way=way, settled=True)
+    norms = [module for module in one.model.modules() if isinstance(module, GroupedNorm)]
+    assert norms and all(norm.runs_settled() for norm in norms)
+    assert all(norm.closing.fades == name.startswith("bkn") for norm in norms)
+    before = [norm.closing.averages.clone() for norm in norms]
+    check(CASE, one)
+    assert all(torch.equal(norm.closing.averages, old) for norm, old in zip(norms, before, strict=True))
+    one.step()
+    assert not any(torch.equal(norm.closing.averages, old) for norm, old in zip(norms, before, strict=True))
+
+
+def test_a_wrong_settled_net_is_not_timed():
+    one = contender("bkn", settled=True)
+    for module in one.model.modules():
+        if isinstance(module, GroupedNorm):
+            module.running_var.mul_(1.1)
+    with pytest.raises(LabError, match=r"bkn \(8, 2\) settled is wrong.*its logits are not those in float64: off by"):
+        check(CASE, one)
 
 
 def test_under_autocast_activations_are_bfloat16():
@@ -195,6 +219,13 @@ def test_every_method_runs_at_every_batch_that_matters_to_it():
         *(f"bkn {setting}{way}" for setting in ("(32, 32)", "(32, 4)") for way in ("", " fused")),
         "gn (32, 32)",
     ]
+    found = [str(entry) for entry in entries(32, [4], ["bkn", "gn", "brn"], fused=True, settled=True)]
+    assert found == [
+        "nn.BatchNorm (32, 32)",
+        *(f"bkn (32, 4){way}" for way in ("", " fused", " settled", " fused settled")),
+        "gn (32, 32)",
+        *(f"brn (32, 4){way}" for way in ("", " fused")),
+    ]
 
 
 def test_command(tmp_path, capsys):
@@ -211,9 +242,9 @@ def test_command(tmp_path, capsys):
         assert {"hardware", "threads", "torch", "commit", "command"} <= row.keys()
         assert float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
     assert "bkn" in plot.read_text()
-    assert run([*SMALL[:1], "step", *SMALL[1:], "--methods", "gn"]) == 0
+    assert run([*SMALL[:1], "step", *SMALL[1:], "--methods", "gn,bn", "--settled"]) == 0
     shown = capsys.readouterr().out
-    assert "MiB ratio" in shown and "gn" in shown
+    assert "MiB ratio" in shown and "gn" in shown and "bn settled" in shown
 
 
 @pytest.mark.parametrize(
@@ -255,7 +286,7 @@ def test_compiled_steps_are_timed_too(monkeypatch):
     assert [row["compile_mode"] for row in rows] == ["reduce-overhead"] * 3
     assert all(row["compile_s"] > 0 and row["compile_cached_s"] > 0 and row["compiled_ms"] > 0 for row in rows)
     assert rows[0]["compiled_ratio"] == 1 and rows[1]["compiled_ratio"] > 0
-    assert asked == [None, *["reduce-overhead"] * 9]
+    assert asked == [None, *["reduce-overhead"] * 3 * (1 + TIMES_CACHED + 1)]
 
 
 def test_a_wrong_compiled_step_is_not_timed(monkeypatch):

@@ -91,7 +91,7 @@ def _rows(
                 "device": str(case.device),
                 "cuda_graph": case.cuda_graph,
                 "method": entry.method,
-                "way": entry.way,
+                "way": entry.ways,
                 **spread("ms", [1e3 * seconds.clock for seconds in own]),
                 **spread("ratio", ratios(own, base)),
                 **spread("processor_ratio", processor_ratios(own, base)),
@@ -132,7 +132,10 @@ def _eager(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watc
 
 def _timed(case: Case, contender: Contender, pool: object) -> Timed:
     sample = SAMPLE if case.device.type == "cuda" else 0.0
-    ready = timed(contender.timed, case.device, graph=case.cuda_graph, sample=sample, pool=pool)
+    if case.cuda_graph:
+        ready = timed(contender.graphed, case.device, graph=True, sample=sample, pool=pool, after=contender.close)
+    else:
+        ready = timed(contender.timed, case.device, graph=False, sample=sample)
     if case.cuda_graph:
         check_replay(contender, ready)
     return ready

@@ -115,7 +115,9 @@ def _check_gradients(case: Case, contender: Contender) -> None:
     few = min(max(2 * contender.entry.setting.statistics_batch, 4), MOST)
     images, labels = contender.images[:few], contender.labels[:few]
     results: list[tuple[Tensor, list[Tensor]]] = []
-    for model in (copy.deepcopy(contender.model), case.build(contender.entry._replace(way="")).double()):
+    entry = contender.entry._replace(way="")
+    for given in (copy.deepcopy(contender.model), case.build(entry).double()):
+        model = Contender(case, entry, given, images, labels).model  # with a closing phase, if the entry has one
         _only_norms_train(model)
         logits = model(images.to(next(model.parameters()).dtype))
         loss = F.cross_entropy(logits, labels)

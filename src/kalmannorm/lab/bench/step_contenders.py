@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kalmannorm._model.closing import ClosingPhase
 from kalmannorm._model.fusion import fuse
 from kalmannorm._model.norm_classes import known
+from kalmannorm._model.recalibrate import recalibrate
 from kalmannorm.lab import models
 from kalmannorm.lab.bounds import IMAGE_SIZE
 from kalmannorm.lab.errors import LabError
@@ -34,25 +37,38 @@ class Entry(NamedTuple):
     setting: Setting
     way: str = ""
     """ "fused" by `kalmannorm.fuse`, or compiled by "inductor"."""
+    settled: bool = False
+    """Whether its closing phase is over: norms normalize with their running statistics, and priors have faded."""
+
+    @property
+    def ways(self) -> str:
+        return " ".join(filter(None, (self.way, "settled" if self.settled else "")))
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.method, str(self.setting), self.way)))
+        return " ".join(filter(None, (self.method, str(self.setting), self.ways)))
 
 
 def entries(
-    gradient_batch: int, statistics_batches: Sequence[int], methods: Sequence[str], *, fused: bool = False
+    gradient_batch: int,
+    statistics_batches: Sequence[int],
+    methods: Sequence[str],
+    *,
+    fused: bool = False,
+    settled: bool = False,
 ) -> list[Entry]:
     """nn.BatchNorm, then every method at every statistics batch that it depends on.
 
-    Fused ones follow the unfused ones.
+    Fused ones follow the unfused ones, and settled ones follow both. Only some methods have a closing phase.
     """
     whole = Setting(gradient_batch, gradient_batch)
     settings = [Setting(gradient_batch, size).checked() for size in dict.fromkeys(statistics_batches)]
     found = [Entry(BASELINE, whole)]
     for name in dict.fromkeys(methods):
-        grouped = method(name).groups
-        for setting in settings if grouped else [whole]:
-            found += [Entry(name, setting, way) for way in (("", "fused") if fused and grouped else ("",))]
+        chosen = method(name)
+        for setting in settings if chosen.groups else [whole]:
+            for closed in (False, True) if settled and chosen.takes("closing_start") else (False,):
+                ways = ("", "fused") if fused and chosen.groups else ("",)
+                found += [Entry(name, setting, way, closed) for way in ways]
     return found
 
 
@@ -104,7 +120,11 @@ class Case:
         example = self.placed(torch.zeros(2, *self.shape))
         size = entry.setting.statistics_batch
         model = normalized(model, entry.method, example, statistics_batch=size, steps=10_000)
-        return fuse(model, example.normal_(), inplace=True) if entry.way == "fused" else model
+        if entry.way == "fused":
+            model = fuse(model, example.normal_(), inplace=True)
+        if entry.settled:  # new statistics would be 0 and 1, with which a deep net overflows
+            recalibrate(model, [self.batch()[0]], progress=False)
+        return model
 
     def autocast(self) -> AbstractContextManager[Any]:
         # A graph must contain the casts of the weights, not results that an earlier step has cached.
@@ -146,8 +166,23 @@ class Contender:
         self.run: Callable[..., Any] = run
         # With this learning rate a hundred steps on one batch change only the last digits.
         self.optimizer = optimizer_of(model, Recipe(learning_rate=1e-6))
+        self.phase: ClosingPhase | None = None
+        if entry.settled:
+            fades = method(entry.method).takes("fade_prior")
+            self.phase = ClosingPhase(model, sys.maxsize, start=0, end=0, fade_prior=fades)
 
     def step(self) -> Tensor:
+        """Forward, loss, backward, optimizer and closing phase."""
+        loss = self.replayable()
+        self.close()
+        return loss
+
+    def close(self) -> None:
+        """The part of a step that no CUDA graph contains."""
+        if self.phase is not None:
+            self.phase.step()
+
+    def replayable(self) -> Tensor:
         """Forward, loss, backward and optimizer. Gradients are created again, so a graph need not clear them."""
         self.optimizer.zero_grad()
         with self.case.autocast():
@@ -159,6 +194,10 @@ class Contender:
     def timed(self) -> tuple[Tensor]:
         """A step, in the form of `timing.Call`."""
         return (self.step(),)
+
+    def graphed(self) -> tuple[Tensor]:
+        """What a CUDA graph contains of a step, likewise."""
+        return (self.replayable(),)
 
     def peak(self) -> int:
         """Call it after a step, when the optimizer state exists."""

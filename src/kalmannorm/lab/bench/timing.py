@@ -34,10 +34,21 @@ class Timed(Protocol):
 
 
 def timed(
-    call: Call, device: torch.device, *, graph: bool, sample: float, unrolled: int = 1, pool: Any = None
+    call: Call,
+    device: torch.device,
+    *,
+    graph: bool,
+    sample: float,
+    unrolled: int = 1,
+    pool: Any = None,
+    after: Callable[[], None] = lambda: None,
 ) -> Timed:
-    """Prepare the call and warm up. `sample`: the least seconds of a sample. `pool`: memory of graphs."""
-    return Graphed(call, device, sample, unrolled, pool) if graph else Direct(call, device, sample)
+    """Prepare the call and warm up.
+
+    `sample`: the least seconds of a sample. `pool`: memory of graphs. `after`: what belongs to a call and is not in its
+    graph.
+    """
+    return Graphed(call, device, sample, unrolled, pool, after) if graph else Direct(call, device, sample)
 
 
 class Direct:
@@ -70,14 +81,23 @@ class Direct:
 class Graphed:
     """The call, repeated `unrolled` times, as one CUDA graph."""
 
-    def __init__(self, call: Call, device: torch.device, sample: float, unrolled: int = 1, pool: Any = None) -> None:
-        self.device, self.unrolled, self.repeats = device, unrolled, 1
+    def __init__(
+        self,
+        call: Call,
+        device: torch.device,
+        sample: float,
+        unrolled: int = 1,
+        pool: Any = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device, self.unrolled, self.repeats, self.after = device, unrolled, 1, after
         self.call = call  # the graph reads tensors of the call, but does not keep them alive
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(WARMUP):
                 call()
+                after()
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
@@ -87,24 +107,28 @@ class Graphed:
         event: Any = torch.cuda.Event
         self.begin, self.end = event(enable_timing=True), event(enable_timing=True)
         for _ in range(WARMUP):
-            self.graph.replay()
+            self._replay()
         self.repeats = _repeats(sample, self.seconds().clock * unrolled)
 
     def results(self) -> Sequence[Tensor]:
         """The results of a replay. The old values are poisoned first, so that the replay must write every value."""
         for tensor in self.kept:
             tensor.fill_(math.nan)
-        self.graph.replay()
+        self._replay()
         torch.cuda.synchronize(self.device)
         return self.kept
 
     def seconds(self) -> Seconds:
         self.begin.record()
         for _ in range(self.repeats):
-            self.graph.replay()
+            self._replay()
         self.end.record()
         self.end.synchronize()
         return Seconds(self.begin.elapsed_time(self.end) / 1e3 / self.repeats / self.unrolled)
+
+    def _replay(self) -> None:
+        self.graph.replay()
+        self.after()
 
 
 def _repeats(sample: float, once: float) -> int:
