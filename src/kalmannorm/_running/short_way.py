@@ -249,8 +249,6 @@ class ShortForward:
         """The result of prepared kernels. None if the norm must take the long way."""
         index, region = place.index, segment if norm.rebuilds else None
         rows = block.rows[index]
-        if place.call.faded and block.gradients:
-            rows = _with_idle_gain(rows, norm.gain_logit)
         if place.settled:
             buffers, like = norm._buffers, block.moments
             mean, var = running = buffers["running_mean"], buffers["running_var"]
@@ -262,7 +260,7 @@ class ShortForward:
             start, averages = block.layout.starts[index], block.averages(index)
             given = x, rows, residual, norm.closing.probe, kernels, block.memory, start
             return normalize_settled(*given, running, averages)
-        return normalize(x, block.rows[index], residual, kernels, block.memory, block.layout.starts[index], region)
+        return normalize(x, rows, residual, kernels, block.memory, block.layout.starts[index], region)
 
     def _again(self, place: Place, block: Block, kernels: Any) -> Callable[[Tensor, Tensor | None, Any], Tensor]:
         """The last `_run`, for a recomputation."""
@@ -296,6 +294,8 @@ class ShortForward:
             return None
         if self._sharded(part):
             return None
+        if torch.is_grad_enabled():
+            rows = _with_idle_gains(rows, part.calls)
         return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
 
     def _sharded(self, part: Part) -> bool:
@@ -351,20 +351,47 @@ def prepare(
 
 
 class _Idle(torch.autograd.Function):
-    """Rows as they are. The parameters get gradients of zero, because DDP waits for a gradient of each."""
+    """Rows as they are. The gains of norms that ran get gradients of zero, because DDP waits for a gradient of each."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = parameters
-        return rows.view_as(rows)
+    def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        rows, ctx.gains = given[: len(given) // 2], given[len(given) // 2 :]
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *[torch.zeros_like(parameter) for parameter in ctx.parameters]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        zeros = _zeros_like(ctx.gains)
+        return *grads, *[None if grad is None else zero for grad, zero in zip(grads, zeros, strict=True)]
 
 
-def _with_idle_gain(rows: Tensor, gain: Tensor) -> Tensor:
-    return _Idle.apply(rows, gain) if gain.requires_grad else rows  # type: ignore[no-untyped-call]
+_idle: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Idle).apply
+"""`_Idle.apply` without its checks for `torch.func`, under which no norm takes the short way."""
+
+
+def _zeros_like(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros for each, in one memory if all have the same dtype and device."""
+    first = parameters[0]
+    if any((each.dtype, each.device) != (first.dtype, first.device) for each in parameters):
+        return [torch.zeros_like(each) for each in parameters]
+    sizes = [each.numel() for each in parameters]
+    whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+    parts = whole.split_with_sizes(sizes)
+    return [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
+
+
+def _with_idle_gains(rows: list[Tensor], calls: Sequence[Call]) -> list[Tensor]:
+    """The rows of a bundle, as those of norms whose priors have faded: their gains are not read any more."""
+    gains = {
+        place: gain
+        for place, call in enumerate(calls)
+        if call.faded and (gain := getattr(call.norm.module(), "gain_logit", None)) is not None and gain.requires_grad
+    }
+    if gains:
+        rows = [*rows]
+        for place, own in zip(gains, _idle(*[rows[place] for place in gains], *gains.values()), strict=True):
+            rows[place] = own
+    return rows
 
 
 def _closing(place: Place) -> Any:

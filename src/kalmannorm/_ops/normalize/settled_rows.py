@@ -32,20 +32,27 @@ class Settle(torch.autograd.Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        kernels, scratch, start = ctx.run
-        x, rows, moments, kept, averages, y = ctx.saved_tensors
-        saved = x, y, rows, kept, averages
-        if grad_y.__class__ is not Tensor or watched(x):
-            observation = kernels.moments(moments, start)[2:]
-            gradients = through_the_op(kernels, grad_y, saved, observation, registered_settled.backward)
-        else:
-            memory = Memory(moments, scratch)
-            gradients = kernels.differentiate(grad_y, saved, memory, start)
-            if start == 0:  # the first norm of the bundle, so the last of its backward
-                scratch.memory = None
-        return *gradients, None
+        return (_refusing if torch.is_grad_enabled() else _differentiated)(ctx, grad_y)
+
+
+def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    kernels, scratch, start = ctx.run
+    x, rows, moments, kept, averages, y = ctx.saved_tensors
+    saved = x, y, rows, kept, averages
+    if grad_y.__class__ is not Tensor or watched(x):
+        observation = kernels.moments(moments, start)[2:]
+        gradients = through_the_op(kernels, grad_y, saved, observation, registered_settled.backward)
+    else:
+        memory = Memory(moments, scratch)
+        gradients = kernels.differentiate(grad_y, saved, memory, start)
+        if start == 0:  # the first norm of the bundle, so the last of its backward
+            scratch.memory = None
+    return *gradients, None
+
+
+_refusing: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(_differentiated)
+"""With `create_graph=True` it raises an error when its results are differentiated. It takes longer."""
 
 
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, Settle).apply
