@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import freeze_priors, set_inference
+from kalmannorm._ops import dispatch
 from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._running import bundling
 from kalmannorm._running.prior_bundles import PriorBundles
@@ -42,6 +43,8 @@ NETS = {
     "from the input": (FromInput, IMAGE, {}),
     "gated and masked": (Masked, IMAGE, {}),
     "no rule in a bundle": (lambda: Blocks(F.elu), IMAGE, {}),
+    "standardized filters": (Blocks, IMAGE, {"weight_standardization": True}),
+    "standardized filters of branches": (Branches, IMAGE, {"weight_standardization": True}),
 }
 every = pytest.mark.parametrize("case", NETS)
 
@@ -234,6 +237,47 @@ def test_what_a_bundle_was_not_made_for_is_evaluated_step_by_step(change, one_by
     for name, value in exact.items():
         error, usual = ((each[name].double() - value).abs().max() for each in (found, expected))
         assert error <= 1.25 * usual, name
+
+
+def layers_of(model, x, monkeypatch):
+    """The number of layers in the bundles of a step."""
+    with monkeypatch.context() as patch:
+        calls = work(patch)
+        step(model, x)
+    return sum(len(stage.layers) for bundle in calls for stage in bundle.stages)
+
+
+def test_filters_are_read_where_no_table_has_their_addresses(one_by_one, monkeypatch):
+    (plain, x), (model, _) = prepared("residual blocks"), prepared("standardized filters")
+    assert layers_of(model, x, monkeypatch) == layers_of(plain, x, monkeypatch)
+    expected = one_by_one(step, model, x)
+    with monkeypatch.context() as patch:  # as on a GPU with Triton
+        patch.setattr(dispatch, "has_kernels", lambda device: True)
+        model, _ = prepared("standardized filters")
+        assert layers_of(model, x, monkeypatch) < layers_of(plain, x, monkeypatch)
+        assert_same(step(model, x), expected)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.to(memory_format=torch.channels_last), nn.Module.float], ids=["layout", "dtype"]
+)
+def test_filters_of_another_form(change, one_by_one):
+    model, x = prepared("standardized filters")
+    model(x)  # bundles are made, and fit the filters of now
+    model = change(model)
+    x = x.to(next(model.parameters()).dtype)
+    found, expected = step(model, x), one_by_one(step, model, x)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()) + 1e-5)
+
+
+def test_filters_follow_their_weights(one_by_one):
+    model, x = prepared("standardized filters")
+    model(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert_same(step(model, x), one_by_one(step, model, x))
 
 
 def test_a_computed_weight_is_given(one_by_one):

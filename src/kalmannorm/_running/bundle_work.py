@@ -74,8 +74,8 @@ class Work(NamedTuple):
         return self.function is not None or self.layer is not None
 
 
-def work_of(program: Program, index: int) -> Work | None:
-    """The work of a step, or None if a bundle cannot do it."""
+def work_of(program: Program, index: int, *, filters: bool) -> Work | None:
+    """The work of a step, or None if a bundle cannot do it. `filters`: it can read computed filters."""
     step = program.steps[index]
     try:
         if isinstance(step, NormBelief):
@@ -89,7 +89,7 @@ def work_of(program: Program, index: int) -> Work | None:
         if isinstance(step, WeightedSum):
             function = _weighted(program, step)
         elif isinstance(step, Apply) and step.function in (algebra.convolution, algebra.linear):
-            layer = _layer(program, step)
+            layer = _layer(program, step, filters)
             return None if layer is None else Work(step.inputs[:1], layer=layer)
         else:
             function = _function(step) if isinstance(step, Apply) and len(step.inputs) == 1 else None
@@ -163,13 +163,15 @@ def _clamp(min: float | None = None, max: float | None = None) -> Function | Non
     return _shaped(knots, tuple(pieces))
 
 
-def _layer(program: Program, step: Apply) -> LayerOf | None:
+def _layer(program: Program, step: Apply, filters: bool) -> LayerOf | None:
     weight, *rest = (program.steps[i] for i in step.inputs[1:])
     bias = rest[0] if rest else None
     options = dict(step.options)
     for part in (weight, bias):
         # A computed weight has another memory address every time.
         if part is not None and not (isinstance(part, Parameter) and _parameter(part) is not None):
+            return None
+        if part is not None and is_filter(part.name) and not filters:
             return None
     assert isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))
     tensor = _parameter(weight)
@@ -182,6 +184,12 @@ def _layer(program: Program, step: Apply) -> LayerOf | None:
     return LayerOf(weight, bias, groups, transposed, axes)
 
 
+def is_filter(name: str) -> bool:
+    """Whether a convolution computes the tensor of this name from its weight, in each forward (`computed_weights`)."""
+    return name == "filter"
+
+
 def _parameter(step: Parameter) -> Tensor | None:
-    found: Tensor | None = step.owner.parameter(step.name)
+    """The parameter. A filter has the shape of the weight that it is computed from."""
+    found: Tensor | None = step.owner.parameter("weight" if is_filter(step.name) else step.name)
     return found

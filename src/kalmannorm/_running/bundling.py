@@ -3,7 +3,8 @@
 The calls of norms are divided into chunks, in the order in which they run. The steps of each chunk become the
 elementwise work and the layers of one bundle. A bundle cannot do every step, for example one whose weight is itself
 computed. Such a step is evaluated by the program, and the bundle reads its result. If an earlier chunk has a step, that
-bundle returns its result, and later bundles read it.
+bundle returns its result, and later bundles read it. Filters that convolutions compute can be read on CPUs only: the
+tables of the Triton kernels contain addresses, which must stay the same from step to step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.propagate.bundle import Belief, Bundle, Elementwise, Given, Layer, Norm, Stage
-from kalmannorm._running.bundle_work import Work, work_of
+from kalmannorm._running.bundle_work import Work, is_filter, work_of
 from kalmannorm._wiring.program import Constant, NormBelief, Program, Select, Slice, Step
 from kalmannorm._wiring.weak_modules import WeakModule
 
@@ -45,28 +46,46 @@ class Call(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The origin of a tensor in a bundle: an attribute of a module, or the mean (0) or variance (1) of a step."""
+    """The origin of a tensor in a bundle: an attribute of a module, or the mean (0) or variance (1) of a step.
+
+    `computed`: every forward computes the attribute anew.
+    """
 
     shape: tuple[int, ...]
     owner: WeakModule | None = None
     name: str = ""
     step: int = -1
     part: int = 0
+    computed: bool = False
+
+
+Form = tuple[Any, ...]
+"""What kernels have to know about a tensor, without its address."""
+
+
+def form_of(tensor: Tensor) -> Form:
+    return tensor.__class__, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @dataclass
 class Fitting:
-    """Tensors that fit a bundle, their addresses, and what was decided for them."""
+    """Tensors that fit a bundle, their addresses, and what was decided for them.
+
+    `forms`: of filters, which are other tensors in each forward.
+    """
 
     device: torch.device
     tensors: list[Tensor]
     addresses: list[int]
+    forms: list[Form] = field(default_factory=list)
     runs: dict[torch.dtype, ModuleType] = field(default_factory=dict)  # by dtype of the prior: what runs the bundle
     last: tuple[list[bool], Any] | None = None  # the inputs that needed gradients in the last forward, and its state
 
-    def holds(self, tensors: list[Tensor], device: torch.device) -> bool:
-        """Whether these are the same tensors, at the same addresses."""
+    def holds(self, tensors: list[Tensor], device: torch.device, filters: list[Tensor]) -> bool:
+        """Whether these are the same tensors, at the same addresses, and filters of the same form."""
         if self.device != device or not all(map(operator.is_, tensors, self.tensors)):
+            return False
+        if filters and [form_of(each) for each in filters] != self.forms:
             return False
         return list(map(Tensor.data_ptr, tensors)) == self.addresses
 
@@ -87,10 +106,13 @@ class Part:
     short: Any = None  # what forwards on the short way share
 
 
-def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int]) -> list[Part]:
-    """Divide calls into parts. `measure` returns the number of entries of a step that no bundle can do."""
+def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int], *, filters: bool) -> list[Part]:
+    """Divide calls into parts. `measure` returns the number of entries of a step that no bundle can do.
+
+    `filters`: bundles can read the filters that convolutions compute.
+    """
     needed = program.needed(call.target for call in calls if call.target is not None)
-    works = {i: work for i in needed if (work := work_of(program, i)) is not None}
+    works = {i: work for i in needed if (work := work_of(program, i, filters=filters)) is not None}
     # The first chunk may be short. Weights are large at the end of a network. A short chunk there would hold all their
     # gradients at a time when most saved activations still exist.
     first = len(calls) % TOGETHER or TOGETHER
@@ -323,7 +345,9 @@ class _Builder:
             for i, node in zip(together, nodes, strict=True):
                 layer, start = node.work.layer, int(place[node.start])
                 assert layer is not None
-                weight = self._tensor(Source(layer.shape(), layer.weight.owner, layer.weight.name), needs[i])
+                name, computed = layer.weight.name, is_filter(layer.weight.name)
+                source = Source(layer.shape(), layer.weight.owner, name, computed=computed)
+                weight = self._tensor(source, needs[i])
                 bias = None
                 if layer.bias is not None:
                     bias = self._tensor(Source((node.size,), layer.bias.owner, layer.bias.name), needs[i])

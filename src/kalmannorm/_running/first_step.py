@@ -118,7 +118,7 @@ def _of_bundle(part: Part, context: Context) -> Iterator[Wanted]:
     from kalmannorm._ops.triton_building import Wanted
 
     tensors = list[Tensor]()
-    for shape, owner, name, _, _ in part.sources:
+    for shape, owner, name, *_ in part.sources:
         if owner is None:  # computed by an earlier bundle
             tensors.append(torch.zeros(shape, device=context.device, dtype=context.dtype, requires_grad=True))
         else:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
+from kalmannorm._ops import dispatch
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
-from kalmannorm._running.bundling import Call, Fitting, Part, parts_of
+from kalmannorm._running.bundling import Call, Fitting, Part, form_of, parts_of
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
@@ -89,6 +90,8 @@ class PriorBundles:
 
     def __init__(self, program: Program, calls: Sequence[Call], learned: bool = False) -> None:
         self.program, self.calls, self.learned = program, calls, learned
+        self.filters = False  # whether the parts read the filters that convolutions compute
+        self.addressed = False  # whether tables of kernels had to contain addresses
         self.parts: list[Part] = []
         self.of_step: dict[int, int] = {}
         self.of_call: dict[int, int] = {}
@@ -143,8 +146,8 @@ class PriorBundles:
             self._fill(number, context, results)
 
     def tensors_of_parts(self, context: Context) -> list[tuple[Part, list[Tensor]]] | None:
-        """All parts, and the tensors that they read now. None if one of them does not fit."""
-        self.update(context)
+        """All parts, and the tensors that they read now. None if one of them does not fit. No part reads filters."""
+        self.update(context, filters=False)
         results, found = Results(), list[tuple[Part, list[Tensor]]]()
         for number, part in enumerate(self.parts):
             if number not in results.tried:
@@ -156,12 +159,14 @@ class PriorBundles:
             found.append((part, tensors))
         return found
 
-    def update(self, context: Context) -> None:
-        """Make the parts, or make them again if a step was replaced."""
+    def update(self, context: Context, *, filters: bool = True) -> None:
+        """Make the parts, or make them again if a step was replaced. `filters`: they may read computed filters."""
         with self.lock:
             self._forget_deleted()
-            if not self.built or self._outdated():
-                self._build(context)
+            self.addressed |= dispatch.has_kernels(context.device)
+            filters = filters and not self.addressed
+            if not self.built or self._outdated() or self.filters != filters:
+                self._build(context, filters)
 
     def _forget_deleted(self) -> None:
         """Remove calls of norms that were replaced in the model."""
@@ -173,19 +178,19 @@ class PriorBundles:
         steps = self.program.steps
         return True in [steps[i] is not step for part in self.parts for i, step in part.watched]
 
-    def _build(self, context: Context) -> None:
+    def _build(self, context: Context, filters: bool) -> None:
         def measure(step: int) -> int:
             with torch.no_grad():
                 return self.program.evaluate(step, context, {}).mean.shape[1]
 
         try:
             with torch.inference_mode(False):
-                self.parts = parts_of(self.program, self.calls, measure)
+                self.parts = parts_of(self.program, self.calls, measure, filters=filters)
         except Exception:  # any error: it may belong to a norm that never runs; a norm that runs raises it again
             self.parts = []
         self.of_step = {step: number for number, part in enumerate(self.parts) for step in part.steps}
         self.of_call = {call.identity: number for number, part in enumerate(self.parts) for call in part.calls}
-        self.cached, self.built = {}, True
+        self.cached, self.built, self.filters = {}, True, filters
 
     def _fill(self, number: int, context: Context, results: Results) -> None:
         results.tried.add(number)
@@ -253,26 +258,30 @@ def groups_of(norm: Any, examples: int) -> int:
 
 def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:
     """The current tensors of a bundle. None if they do not fit the bundle."""
-    found, owned = list[Any](), list[Any]()
-    for shape, owner, name, step, piece in part.sources:
+    found, owned, filters = list[Any](), list[Any](), list[Any]()
+    for shape, owner, name, step, piece, computed in part.sources:
         if owner is None:
             tensor = results[step][piece]
             if not _fits(tensor, shape, context):
                 return None
             found += (tensor,)
+        elif computed:
+            filters += (owner.tensor(name),)
+            found += filters[-1:]
         else:
             module = owner.reference()
             stored = module is not None and name in module._parameters
             owned += (module._parameters[name] if stored else owner.tensor(name),)  # type: ignore[union-attr]
             found += owned[-1:]
     # The same tensors fit again, unless someone gave them other memory, as FSDP does with `p.data`.
-    if part.fitting is not None and part.fitting.holds(owned, context.device):
+    if part.fitting is not None and part.fitting.holds(owned, context.device, filters):
         return found
     part.fitting = None
-    shapes = [source.shape for source in part.sources if source.owner is not None]
-    if not all(_fits(tensor, shape, context) for tensor, shape in zip(owned, shapes, strict=True)):
+    pairs = zip(found, part.sources, strict=True)
+    if not all(_fits(tensor, source.shape, context) for tensor, source in pairs if source.owner is not None):
         return None
-    part.fitting = Fitting(context.device, owned, [tensor.data_ptr() for tensor in owned])
+    forms = [form_of(each) for each in filters]
+    part.fitting = Fitting(context.device, owned, [tensor.data_ptr() for tensor in owned], forms)
     return found
 
 
