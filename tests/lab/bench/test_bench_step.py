@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._ops.normalize.native_settled import NativeSettledRows
 from kalmannorm.lab.bench import step
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_checks import check, check_replay
@@ -70,6 +71,25 @@ def test_a_wrong_settled_net_is_not_timed():
         if isinstance(module, GroupedNorm):
             module.running_var.mul_(1.1)
     with pytest.raises(LabError, match=r"bkn \(8, 2\) settled is wrong.*its logits are not those in float64: off by"):
+        check(CASE, one)
+
+
+@pytest.mark.parametrize("wrong", ["averages", "sums"])
+def test_a_wrong_backward_of_a_settled_net_is_not_timed(wrong, monkeypatch):
+    original = NativeSettledRows.differentiate
+
+    def changed(self, grad_y, saved, memory, start):
+        *tensors, averages = saved
+        timed = grad_y.dtype == torch.float32  # the other net is in float64
+        averages = -averages if timed and wrong == "averages" else averages
+        *gradients, collected = original(self, grad_y, (*tensors, averages), memory, start)
+        return *gradients, 2 * collected if timed and wrong == "sums" else collected
+
+    one = contender("bkn", settled=True)
+    check(CASE, one)
+    monkeypatch.setattr(NativeSettledRows, "differentiate", changed)
+    message = "the gradient of .* is not that in float64" if wrong == "averages" else "what its closing phase collects"
+    with pytest.raises(LabError, match=message):
         check(CASE, one)
 
 

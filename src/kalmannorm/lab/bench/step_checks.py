@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm._model.accumulate import accumulate_statistics
+from kalmannorm._norms.closing import ClosingState
+from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry
 from kalmannorm.lab.bench.timing import Timed
 from kalmannorm.lab.errors import LabError
@@ -114,23 +116,44 @@ def check_replay(contender: Contender, ready: Timed) -> None:
 def _check_gradients(case: Case, contender: Contender) -> None:
     few = min(max(2 * contender.entry.setting.statistics_batch, 4), MOST)
     images, labels = contender.images[:few], contender.labels[:few]
-    results: list[tuple[Tensor, list[Tensor]]] = []
+    results: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
     entry = contender.entry._replace(way="")
     for given in (copy.deepcopy(contender.model), case.build(entry).double()):
         model = Contender(case, entry, given, images, labels).model  # with a closing phase, if the entry has one
+        closings = _closings(model)
+        _expect_gradients(closings)
         _only_norms_train(model)
         logits = model(images.to(next(model.parameters()).dtype))
         loss = F.cross_entropy(logits, labels)
         # An auxiliary head is used in training only, and gets zeros here.
-        parts = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
-        results.append((logits.detach().double(), [part.double() for part in parts]))
-    (logits, gradients), (true_logits, true_gradients) = results
+        parameters, probes = list(model.parameters()), [closing.probe for closing in closings]
+        parts = torch.autograd.grad(loss, [*parameters, *probes], allow_unused=True, materialize_grads=True)
+        parts = tuple(part.double() for part in parts)
+        results.append((logits.detach().double(), list(parts[: len(parameters)]), list(parts[len(parameters) :])))
+    (logits, gradients, sums), (true_logits, true_gradients, true_sums) = results
     name = str(contender.entry)
     _close(name, "its logits are not those in float64", _size(logits - true_logits), 0.0, scale=_size(true_logits))
     least = 0.01 * float(torch.stack([true.norm() for true in true_gradients]).norm())
     for (key, _), found, true in zip(contender.model.named_parameters(), gradients, true_gradients, strict=True):
         error = float((found - true).norm()) / (float(true.norm()) + least)
         _require(name, f"the gradient of {key} is not that in float64: off by {error:.1e}", error < GRADIENTS)
+    if true_sums:  # what the closing phase collects; the third column counts backwards
+        found, true = torch.cat(sums), torch.cat(true_sums)
+        error = float((found - true)[:, :2].norm() / true[:, :2].norm()) + float((found - true)[:, 2].abs().max())
+        _require(name, f"what its closing phase collects is off by {error:.1e}", error < GRADIENTS)
+
+
+def _closings(model: nn.Module) -> list[ClosingState]:
+    norms = [module for module in model.modules() if isinstance(module, GroupedNorm)]
+    return [norm.closing for norm in norms if norm.closes]
+
+
+@torch.no_grad()
+def _expect_gradients(closings: list[ClosingState]) -> None:
+    """Averages that are not zero, the same for every model: a new phase has none, and errors in them would not show."""
+    generator = torch.Generator().manual_seed(0)
+    for closing in closings:
+        closing.averages[:, :2] = 0.01 * torch.randn(len(closing.averages), 2, generator=generator).to(closing.averages)
 
 
 def _only_norms_train(model: nn.Module) -> None:
