@@ -337,6 +337,28 @@ def listed(found: dict[str, Difference]) -> str:
     return ", ".join(f"{each.shown(2)} ({SHORT[cell]})" for cell, each in found.items())
 
 
+def larger_groups() -> list[list[str]]:
+    """Lines of the table of advice: batch norm on larger groups by the recipe, beside batch norm at 128."""
+    lines = []
+    for m in (4, 8):
+        scores = {cell: with_form(cell, CONTROLS[m]) for cell in cells(test=True)}
+        found = {
+            cell: each
+            for cell, score in scores.items()
+            if (each := against(score, batch_norm(cell, "standardized"))) is not None
+        }
+        if found:
+            least = min(len(score.accuracies()) for score in scores.values() if score is not None)
+            told = (
+                f"batch norm on groups, with the filters and the phase of the recipe, against batch norm at 128 with "
+                f"the same filters: {listed(found)} points, {least} seeds"
+            )
+            below = any(each.below for each in found.values())
+            use = "larger groups, or SyncBatchNorm" if below else "batch norm on groups by [the recipe](recipe.md)"
+            lines.append([str(m), "the nets of the recipe, test", told, f"{use}; BKN was not run"])
+    return lines
+
+
 def without_prior() -> str:
     """Batch norm on groups of 2 by the recipe beside BKN, where it was run."""
     found = {cell: own[GROUPED] for cell in cells(test=True) if GROUPED in (own := others(cell, 2))}

@@ -16,6 +16,7 @@ from pathlib import Path
 import results_evidence as evidence
 import results_filters as filters
 import results_lab as lab
+import results_small
 import results_trials as trials
 from measured import ROOT, markdown, placed
 from results_early import early_table
@@ -234,6 +235,7 @@ def when() -> str:
             ),
             "batch norm on groups, with a closing phase",
         ],
+        *filters.larger_groups(),
         *(_of_recipe(cell, 2) for cell in trials.cells(test=True) if 2 in filters.differences(cell)),
         [
             "2",
@@ -310,6 +312,7 @@ def when() -> str:
             ]
             for batch in (2, 1)
         ),
+        *results_small.ahead(),
     ]
     text = "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
     warmed = cifar("GN warmed up", 128, "population")

@@ -22,7 +22,7 @@ from results_words import Difference, compared, difference, paragraph, said, sig
 from scipy import stats
 
 from support.evidence_rows import accuracy, record, records
-from trials import chosen
+from trials import chosen, table
 from trials.evidence import EVIDENCE, ablations, methods
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -358,6 +358,16 @@ def test_what_the_page_for_deciding_says_of_small_batches():
     ]
     told = f"it was [{ahead[0]:.1f} and {ahead[1]:.1f} points above BKN](results.md#true-small-batches)"
     assert f"{told} in batches of 4 and 2 (one seed)" in page
+    rows = [row for row in table.records() if row["round"] == "small"]
+    for batch in (4, 2):
+        found = {}
+        for row in rows:
+            if row["batch"] == batch:
+                score = row["tested"]["population"]
+                kinds = found.setdefault(row["rate"], {})
+                kinds[row["form"]["kind"]] = max(score, kinds.get(row["form"]["kind"], 0))
+        assert len(found) == 3 and all(kinds["moving"] > kinds["kalman"] for kinds in found.values())
+        assert {points[form, batch].score.setting.rate for form in ("mabn", "bkn-ws")} == {min(found)}
 
 
 def test_standard_errors():

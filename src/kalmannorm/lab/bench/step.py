@@ -1,9 +1,9 @@
 """Time, kernels and peak memory of a training step, compared with the same network and nn.BatchNorm2d.
 
 A step is forward, loss, backward and optimizer, on a batch that is already on the device. On a GPU it is captured once
-as a CUDA graph and replayed. Then the same steps are timed eagerly, as an ordinary training loop runs them, and under
-`torch.compile` if a mode is given. First every contender is checked, and nothing is timed if one is wrong. Then they
-take turns.
+as a CUDA graph and replayed. The step of a closing phase follows outside of the graph. Then the same steps are timed
+eagerly, as an ordinary training loop runs them, and under `torch.compile` if a mode is given. First every contender is
+checked, and nothing is timed if one is wrong. Then they take turns.
 """
 
 from __future__ import annotations
