@@ -174,6 +174,13 @@ def test_the_speed_of_compiled_steps(row, record):
         assert f"| {told[row]} | {bkn} | {fused} |" in text("README.md")
 
 
+def test_the_speed_of_the_recipe_on_a_cpu():
+    rows = measured.read(measured.RECORDS / "steps-resnet50-settled-cpu.csv")
+    first, after = (row["ratio"] for row in rows if row["method"] == "bkn-ws")
+    told = f"takes {float(first):.2f} times as long as with BatchNorm at first, and {float(after):.2f} times after the"
+    assert told in text("docs/recipe.md")
+
+
 def test_the_memory_that_the_readme_names():
     rows = measured.read(measured.RECORDS / "steps-resnet101-h200.csv")
     peaks = [float(row["peak_ratio"]) for row in rows if row["method"] == "bkn" and row["setting"] == "(32, 2)"]
