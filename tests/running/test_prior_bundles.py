@@ -271,6 +271,22 @@ def test_filters_of_another_form(change, one_by_one):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()) + 1e-5)
 
 
+def test_a_parameter_may_be_called_filter(one_by_one, monkeypatch):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3))  # of something else
+            self.filter = nn.Parameter(torch.randn(8, 8, 1, 1))
+
+        def forward(self, x):
+            return F.conv2d(x, self.filter)
+
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), Own(), nn.BatchNorm2d(8))
+    model, x = converted(net, (4, 3, 5, 5)).double(), torch.randn(4, 3, 5, 5).double()
+    assert layers_of(model, x, monkeypatch) == 1
+    assert_same(step(model, x), one_by_one(step, model, x))
+
+
 def test_filters_follow_their_weights(one_by_one):
     model, x = prepared("standardized filters")
     model(x)

@@ -171,7 +171,7 @@ def _layer(program: Program, step: Apply, filters: bool) -> LayerOf | None:
         # A computed weight has another memory address every time.
         if part is not None and not (isinstance(part, Parameter) and _parameter(part) is not None):
             return None
-        if part is not None and is_filter(part.name) and not filters:
+        if part is not None and is_filter(part) and not filters:
             return None
     assert isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))
     tensor = _parameter(weight)
@@ -184,12 +184,12 @@ def _layer(program: Program, step: Apply, filters: bool) -> LayerOf | None:
     return LayerOf(weight, bias, groups, transposed, axes)
 
 
-def is_filter(name: str) -> bool:
-    """Whether a convolution computes the tensor of this name from its weight, in each forward (`computed_weights`)."""
-    return name == "filter"
+def is_filter(step: Parameter) -> bool:
+    """Whether a convolution computes the tensor from its weight, in each forward (`computed_weights`)."""
+    return step.name == "filter" and step.owner.parameter("filter") is None
 
 
 def _parameter(step: Parameter) -> Tensor | None:
     """The parameter. A filter has the shape of the weight that it is computed from."""
-    found: Tensor | None = step.owner.parameter("weight" if is_filter(step.name) else step.name)
+    found: Tensor | None = step.owner.parameter("weight" if is_filter(step) else step.name)
     return found

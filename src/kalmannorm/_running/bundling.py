@@ -345,7 +345,7 @@ class _Builder:
             for i, node in zip(together, nodes, strict=True):
                 layer, start = node.work.layer, int(place[node.start])
                 assert layer is not None
-                name, computed = layer.weight.name, is_filter(layer.weight.name)
+                name, computed = layer.weight.name, is_filter(layer.weight)
                 source = Source(layer.shape(), layer.weight.owner, name, computed=computed)
                 weight = self._tensor(source, needs[i])
                 bias = None
