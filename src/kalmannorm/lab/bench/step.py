@@ -132,10 +132,8 @@ def _eager(case: Case, contenders: Sequence[Contender], rounds: int, watch: Watc
 
 def _timed(case: Case, contender: Contender, pool: object) -> Timed:
     sample = SAMPLE if case.device.type == "cuda" else 0.0
-    if case.cuda_graph:
-        ready = timed(contender.graphed, case.device, graph=True, sample=sample, pool=pool, after=contender.close)
-    else:
-        ready = timed(contender.timed, case.device, graph=False, sample=sample)
-    if case.cuda_graph:
-        check_replay(contender, ready)
+    if not case.cuda_graph:
+        return timed(contender.timed, case.device, graph=False, sample=sample)
+    ready = timed(contender.graphed, case.device, graph=True, sample=sample, pool=pool, after=contender.close)
+    check_replay(contender, ready)
     return ready
