@@ -111,13 +111,12 @@ def test_calls_of_a_step_at_the_end_of_a_closing_phase(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:kalmannorm")
 def test_calls_of_a_step_of_the_recipe(monkeypatch):
-    """As above, on a GPU. docs/recipe.md tells the ratios."""
+    """As above. It was 614 per norm until the priors have faded, when each layer of a prior was computed by itself."""
     x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
-    plain, model = resnet50(x), resnet50(x, weight_standardization=True)
-    for each in (plain, model):
-        steps(each, x, 3)
-    usual, first = (sum(calls_of(lambda each=each: steps(each, x)).values()) for each in (plain, model))
-    assert 5.5 < first / usual < 6.5, "priors read filters, and are computed one by one"
+    model = resnet50(x, weight_standardization=True)
+    steps(model, x, 3)
+    first = sum(calls_of(lambda: steps(model, x)).values())
+    assert first <= 215 * NORMS, first / NORMS
     phase = ClosingPhase(model, 100, start=0, end=0, fade_prior=True)
     with monkeypatch.context() as patch:
         taken = count_short(patch)
@@ -125,7 +124,7 @@ def test_calls_of_a_step_of_the_recipe(monkeypatch):
         phase.step()
     assert len(taken) == 3 * NORMS
     settled = sum(calls_of(lambda: (steps(model, x), phase.step())).values())
-    assert 2 < settled / usual < 2.5 and settled <= 235 * NORMS
+    assert settled <= 235 * NORMS, settled / NORMS
 
 
 def standardized(weight_standardization):

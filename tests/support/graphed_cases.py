@@ -47,12 +47,16 @@ def learned(device):
     return converted(device, "learned")
 
 
+def standardized(device):
+    return convert(plain(device), image().to(device), statistics_batch_size=2, weight_standardization=True)
+
+
 def renorm(device):
     steps = {"warmup_steps": 0, "r_steps": 4, "d_steps": 4}
     return convert(plain(device), image().to(device), to="renorm", statistics_batch_size=2, **steps)
 
 
-NETS = [plain, converted, fused, learned, renorm]
+NETS = [plain, converted, fused, learned, standardized, renorm]
 
 
 def close(one, other, what=""):

@@ -3,8 +3,8 @@
 The calls of norms are divided into chunks, in the order in which they run. The steps of each chunk become the
 elementwise work and the layers of one bundle. A bundle cannot do every step, for example one whose weight is itself
 computed. Such a step is evaluated by the program, and the bundle reads its result. If an earlier chunk has a step, that
-bundle returns its result, and later bundles read it. Filters that convolutions compute can be read on CPUs only: the
-tables of the Triton kernels contain addresses, which must stay the same from step to step.
+bundle returns its result, and later bundles read it. Filters that convolutions compute are read where each forward has
+put them.
 """
 
 from __future__ import annotations
@@ -348,6 +348,7 @@ class _Builder:
                 name, computed = layer.weight.name, is_filter(layer.weight)
                 source = Source(layer.shape(), layer.weight.owner, name, computed=computed)
                 weight = self._tensor(source, needs[i])
+                bundle.filters += [weight] if computed else []
                 bias = None
                 if layer.bias is not None:
                     bias = self._tensor(Source((node.size,), layer.bias.owner, layer.bias.name), needs[i])

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
-from kalmannorm._ops import dispatch
 from kalmannorm._ops.dispatch import on_device_of, triton_for
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.propagate import aten, native_bundle
@@ -91,7 +90,6 @@ class PriorBundles:
     def __init__(self, program: Program, calls: Sequence[Call], learned: bool = False) -> None:
         self.program, self.calls, self.learned = program, calls, learned
         self.filters = False  # whether the parts read the filters that convolutions compute
-        self.addressed = False  # whether tables of kernels had to contain addresses
         self.parts: list[Part] = []
         self.of_step: dict[int, int] = {}
         self.of_call: dict[int, int] = {}
@@ -163,8 +161,6 @@ class PriorBundles:
         """Make the parts, or make them again if a step was replaced. `filters`: they may read computed filters."""
         with self.lock:
             self._forget_deleted()
-            self.addressed |= dispatch.has_kernels(context.device)
-            filters = filters and not self.addressed
             if not self.built or self._outdated() or self.filters != filters:
                 self._build(context, filters)
 

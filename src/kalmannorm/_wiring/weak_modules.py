@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
+_MISSING = object()
+
 
 def _nothing() -> None:
     return None
@@ -59,7 +61,8 @@ def _computed(module: nn.Module, name: str) -> Any:
             return hook.apply_mask(module)  # type: ignore[no-untyped-call]
         if isinstance(hook, WeightNorm) and hook.name == name:
             return hook.compute_weight(module)
-    return getattr(module, name) if hasattr(module, name) else _of_removed(module, name)
+    found = getattr(module, name, _MISSING)
+    return _of_removed(module, name) if found is _MISSING else found
 
 
 class WeakModule:

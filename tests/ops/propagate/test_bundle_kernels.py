@@ -28,6 +28,12 @@ CASES = {
     "sums before norms, linear layers": (Pre, VECTOR, {"per_channel_gain": True}),
     "quadrature": (Smooth, (4, 4), {}),
     "no layers": (Twice, (4, 4), {}),
+    "standardized filters": (Blocks, IMAGE, {"weight_standardization": True}),
+    "filters beside weights": (
+        lambda: Branches().to(memory_format=torch.channels_last),
+        IMAGE,
+        {"weight_standardization": True},
+    ),
 }
 
 
@@ -145,6 +151,59 @@ def test_weights_that_need_no_gradient_and_weights_that_moved(monkeypatch):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
+def in_one_memory(tensors):
+    """Copies of these tensors in one memory, the first one at its end."""
+    starts, size = [], 0
+    for tensor in reversed(tensors):
+        starts.append(size)
+        size += -(-tensor.numel() // 4) * 4
+    memory = torch.zeros(size, device=DEVICE)
+    places = [memory.as_strided(t.shape, t.stride(), s) for t, s in zip(tensors, reversed(starts), strict=True)]
+    return [place.copy_(tensor) for place, tensor in zip(places, tensors, strict=True)]
+
+
+def moved(bundle, tensors, move):
+    """The same tensors, with filters elsewhere."""
+    filters = dict(zip(bundle.filters, move([tensors[place] for place in bundle.filters]), strict=True))
+    return [filters.get(place, tensor).requires_grad_() for place, tensor in enumerate(tensors)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["standardized filters", "filters beside weights"])
+@pytest.mark.parametrize("together", [True, False], ids=["in one memory", "one by one"])
+def test_filters_are_read_where_each_forward_puts_them(case, together, monkeypatch):
+    """One table serves them all."""
+    ((bundle, tensors),) = [each for each in prepared(*CASES[case], monkeypatch) if each[0].filters]
+    arrived, asked, kept, written = arriving(bundle), [True] * len(tensors), [], []
+    bind = triton_tables.bind
+    monkeypatch.setattr(triton_bundle, "bind", lambda *given: written.append(given) or bind(*given))
+    expected = run(bundle, tensors, *arrived, asked)
+    written.clear()
+    for number in range(3):
+        odd = torch.zeros(5 + 9 * number, device=DEVICE)  # memory is elsewhere in each forward
+        now = moved(bundle, tensors, in_one_memory if together else lambda each: [torch.clone(t) for t in each])
+        kept += [odd, now]
+        found = run(bundle, now, *arrived, asked)
+        assert torch.equal(found[0].rows, expected[0].rows)
+        assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+        if together:
+            copied = {tensor.data_ptr() for tensor in found[0].saved[1:]}
+            assert copied == {now[bundle.filters[0]].data_ptr()}
+    assert len(written) == (together and len(bundle.filters) > 1)  # those of `prepared` are not in one memory
+
+
+@torch.no_grad()
+def test_a_known_table_is_not_used_for_filters_that_lie_in_another_way(monkeypatch):
+    ((bundle, tensors),) = [each for each in prepared(*CASES["standardized filters"], monkeypatch) if each[0].filters]
+    arrived, asked = arriving(bundle), [True] * len(tensors)
+    expected = run(bundle, tensors, *arrived, asked)
+    made = triton_bundle.forward(
+        bundle, moved(bundle, tensors, in_one_memory), torch.float32, torch.device(DEVICE), True, expected[0].state
+    )
+    assert made.state is not expected[0].state
+    assert torch.equal(made.rows, expected[0].rows)
+
+
 @torch.no_grad()
 def test_a_weight_of_many_outputs_is_shared_by_programs(monkeypatch):
     """Gradients at the inputs are then sums over the programs' shares."""
@@ -161,7 +220,7 @@ def test_priors_of_resnet101_take_few_launches(monkeypatch):
     forward = backward = 0
     for bundle, tensors in bundles(model, torch.randn(2, 3, 32, 32), monkeypatch):
         tables = triton_tables.tables_of(bundle, torch.device("cpu"))
-        bound = triton_tables.bind(bundle, tables, tensors, [True] * len(tensors))
+        bound = triton_tables.bind(bundle, tables, tensors, [True] * len(tensors), (), None)
         tapes = sum(map(len, tables.tapes))
         forward += 3 + tapes + sum(len(stage.forward) for stage in bound.stages)
         backward += 4 + tapes + sum(len(stage.forward) + len(stage.backward) for stage in bound.stages)

@@ -128,6 +128,7 @@ class Bundle:
     results: list[Tensor]  # the entries of each result: the priors of `norms`, then results for other bundles
     entries: int
     masks: list[int]  # for each tensor: the results that need it, one bit each
+    filters: list[int] = field(default_factory=list)  # positions of weights that every forward computes anew
     tables: dict[Any, Any] = field(default_factory=dict)  # caches of `aten` and `triton_bundle`, by device
 
     @functools.cached_property

@@ -36,7 +36,7 @@ from kalmannorm._ops.propagate.triton_tables import (
     strides_in,
     tables_of,
 )
-from kalmannorm._ops.triton_launching import At, LaunchList, ready
+from kalmannorm._ops.triton_launching import ALIGNED, At, LaunchList, ready
 from kalmannorm.moments.activations import DENSITY
 from kalmannorm.moments.closed import nodes_and_weights
 
@@ -63,25 +63,75 @@ def _tables(bundle: Bundle, device: torch.device) -> Tables:
     return tables
 
 
+class _Filters(NamedTuple):
+    """The computed filters of a forward: the memory from the first one on, and how many bytes from there each begins.
+
+    They are computed together into one memory. So they have new addresses in every forward, but the same `starts`.
+    """
+
+    memory: list[Tensor]  # none if there are no filters
+    starts: tuple[int, ...]
+
+
+def _filters(bundle: Bundle, tables: Tables, tensors: Tensors) -> _Filters:
+    if not bundle.filters:
+        return _Filters([], ())
+    found = [tensors[place] for place in bundle.filters]
+    addresses = [*map(Tensor.data_ptr, found)]
+    first = addresses[0]
+    starts = tuple([address - first for address in addresses])
+    if first % ALIGNED == 0 and (starts in tables.together or _in_one_memory(found)):
+        tables.together.add(starts)
+        return _Filters([found[0].detach().as_strided((1,), (1,))], starts)
+    memory, starts = _gathered(found)  # computed one by one, or for a part of the model
+    tables.together.add(starts)
+    return _Filters([memory], starts)
+
+
+def _in_one_memory(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def _gathered(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Copies of these tensors in one memory, and how many bytes from its begin each begins."""
+    step = ALIGNED // tensors[0].element_size()
+    starts, size = list[int](), 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.numel() // step) * step
+    memory = torch.empty(size, dtype=tensors[0].dtype, device=tensors[0].device)
+    there = [tensor.detach() for tensor in tensors]
+    places = [memory.as_strided(each.shape, each.stride(), start) for each, start in zip(there, starts, strict=True)]
+    torch._foreach_copy_(places, there)
+    return memory, tuple(start * memory.element_size() for start in starts)
+
+
 def prepare(bundle: Bundle, tensors: Tensors, wanted: Sequence[bool]) -> Bound:
     """The tables for these tensors. They are written again if an address or a stride is new.
 
     `wanted` says which tensors need a gradient.
     """
+    starts = _filters(bundle, _tables(bundle, tensors[0].device), tensors).starts
+    return _bound(bundle, tensors, wanted, starts)
+
+
+def _bound(bundle: Bundle, tensors: Tensors, wanted: Sequence[bool], starts: tuple[int, ...]) -> Bound:
     tables = _tables(bundle, tensors[0].device)
+    moving = set(bundle.filters)
     weights = [tensors[layer.weight] for layer in tables.layers]
+    staying = [tensors[layer.weight] for layer in tables.layers if layer.weight not in moving]
     biases = [tensors[layer.bias] for layer in tables.layers if layer.bias is not None]
     small = [_zeros(bundle, tables) if each.given else _of(bundle, tables, tensors, each) for each in tables.small]
     addresses = [*map(Tensor.data_ptr, small)] if {tensor.dtype for tensor in small} <= {torch.float32} else []
     key = (
-        *map(Tensor.data_ptr, weights), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wanted,
-        *addresses,
+        *map(Tensor.data_ptr, staying), *map(Tensor.stride, weights), *map(Tensor.data_ptr, biases), *wanted,
+        *addresses, *starts,
     )  # fmt: skip
     bound = tables.bound.get(key)
     if bound is None:
         with torch.inference_mode(False):
             listed = torch.tensor(addresses, dtype=torch.int64).to(tables.numbers.device) if addresses else None
-            bound = bind(bundle, tables, tensors, wanted, listed)
+            bound = bind(bundle, tables, tensors, wanted, starts, listed)
         for other in [other for other, old in tables.bound.items() if not old.captured][: 1 - KEPT]:
             tables.bound.pop(other, None)
         tables.bound[key] = bound
@@ -133,7 +183,10 @@ def forward(
 ) -> Made:
     """`known` is the `state` of an earlier forward with the same tensors, or what `prepare` returned for them."""
     tables = _tables(bundle, device)
-    bound: Bound = known or prepare(bundle, tensors, [tensor.requires_grad for tensor in tensors])
+    filters = _filters(bundle, tables, tensors)
+    bound: Bound | None = known
+    if bound is None or bound.starts != filters.starts:
+        bound = _bound(bundle, tensors, [tensor.requires_grad for tensor in tensors], filters.starts)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         bound.captured = True  # the CUDA graph reads this table as long as it lives
         bundle.tables.setdefault("captured", {})[id(bound)] = bound
@@ -144,14 +197,15 @@ def forward(
         if each.given or bound.small is None:
             memory[start : start + each.size] = _of(bundle, tables, tensors, each).view(-1)
         start += each.size
-    how.launches.run(memory)
+    how.launches.run(memory, *filters.memory)
     rows = memory.index_select(0, how.rows).view(ROWS, -1)
     others = bundle.results[len(bundle.norms) :]
     if not others:
-        return Made(rows, [], [memory], bound)
+        return Made(rows, [], [memory, *filters.memory], bound)
     sizes = [result.numel() for result in others]
     parts = memory.index_select(0, how.results).unsqueeze(0).split_with_sizes(sizes + sizes, 1)
-    return Made(rows, list(zip(parts[: len(others)], parts[len(others) :], strict=True)), [memory], bound)
+    pairs = list(zip(parts[: len(others)], parts[len(others) :], strict=True))
+    return Made(rows, pairs, [memory, *filters.memory], bound)
 
 
 def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradients: bool) -> _Forward:
@@ -162,6 +216,7 @@ def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradien
         entries, gains, sums = At(0, room.take(2 * E)), At(0, room.take(channels)), At(0, room.take(tables.sums))
         values = tables.owner.numel()
         flat = At(0, room.take(values))
+        filters = At(1) if bundle.filters else At(0)
         if bound.small is not None:
             launches.add(
                 ready(leaves_of.collect_kernel, (blocks_of(values, BLOCK),), device, BLOCK=BLOCK),
@@ -186,7 +241,7 @@ def _forward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, gradien
                 options = tile._asdict() | {"TYPE": type_of, "GROUPED": grouped}
                 launches.add(
                     ready(layers.layers_kernel, (work.shape[0],), device, **options),
-                    entries, sums, bound.table, work, tables.index, tables.geometry, E,
+                    entries, sums, filters, bound.table, work, tables.index, tables.geometry, E,
                 )  # fmt: skip
         with torch.inference_mode(False):
             affine = flat.offset + values - 2 * channels + torch.arange(2 * channels, device=device)
@@ -243,7 +298,7 @@ def fill_gradients(
     grad_results: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tensors that have the gradients: see `Place`."""
-    (memory,), bound = saved, state
+    (memory, *filters), bound = saved, state
     device, E = memory.device, bundle.entries
     tables = _tables(bundle, device)
     launches = _backward(bundle, tables, bound, _type(tables, tensors), grad_rows is not None)
@@ -262,7 +317,7 @@ def fill_gradients(
         behind = row * S + 2 * E + channels
         torch.cat(parts, 1, out=own[behind : behind + tables.results.numel()].unsqueeze(0))
     weights = torch.empty(bound.size, device=device, dtype=_dtype(tables, tensors))
-    launches.run(memory, own, weights, own if grad_rows is None else grad_rows)
+    launches.run(memory, own, weights, own if grad_rows is None else grad_rows, *filters)
     return weights, own, grad_rows
 
 
@@ -271,9 +326,11 @@ def launches_of_step(bundle: Bundle, tensors: Tensors) -> list[tuple[LaunchList,
     tables = _tables(bundle, tensors[0].device)
     bound = prepare(bundle, tensors, [tensor.requires_grad for tensor in tensors])
     type_of, dtype = _type(tables, tensors), _dtype(tables, tensors)
+    filters = [dtype] if bundle.filters else []
+    backward = [torch.float32, torch.float32, dtype, torch.float32, *filters]
     return [
-        (_forward(bundle, tables, bound, type_of, True).launches, [torch.float32]),
-        (_backward(bundle, tables, bound, type_of, True), [torch.float32, torch.float32, dtype, torch.float32]),
+        (_forward(bundle, tables, bound, type_of, True).launches, [torch.float32, *filters]),
+        (_backward(bundle, tables, bound, type_of, True), backward),
     ]
 
 
@@ -303,7 +360,7 @@ def _gradient(filled: Sequence[Tensor], place: Place, tensor: Tensor) -> Tensor:
 
 
 def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: bool) -> LaunchList:
-    """Its memory: that of the forward, its own, gradients of weights, gradients of rows."""
+    """Its memory: that of the forward, its own, gradients of weights, gradients of rows, and filters if there are."""
     key = "backward", rows, type_of
     if key not in bound.launches:
         launches, device = LaunchList(), tables.numbers.device
@@ -311,7 +368,7 @@ def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: 
         kept = _forward(bundle, tables, bound, type_of, True)
         entries, sums, flat, slopes = At(0), At(0, kept.sums), At(0, kept.flat), list(kept.slopes)
         slots, gathered, grad_sums, small = (At(1, start) for start in tables.own[:4])
-        weights, grad_rows = At(2), At(3)
+        weights, grad_rows, filters = At(2), At(3), At(4) if bundle.filters else At(0)
         uses = (slots, S, *tables.uses)
         for tapes, stage in zip(reversed(tables.tapes), reversed(bound.stages), strict=True):
             for tile, _, work in stage.forward:
@@ -323,8 +380,8 @@ def _backward(bundle: Bundle, tables: Tables, bound: Bound, type_of: Any, rows: 
                 options = tile._asdict() | {"TYPE": type_of, "DEPTHWISE": depthwise}
                 launches.add(
                     ready(layers.layers_backward_kernel, (work.shape[0],), device, **options),
-                    entries, gathered, grad_sums, weights, slots, S, bound.table, work, tables.index, tables.geometry,
-                    E,
+                    entries, gathered, grad_sums, weights, slots, S, filters, bound.table, work, tables.index,
+                    tables.geometry, E,
                 )  # fmt: skip
             for tape in reversed(tapes):
                 launches.add(

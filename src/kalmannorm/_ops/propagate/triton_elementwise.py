@@ -28,8 +28,8 @@ SMOOTH = tl.constexpr(6)
 NUMBERS = tl.constexpr(16)  # per function: affine 3; piecewise 2 knots and 9 coefficients; smooth its index
 
 # Columns of the table of layers.
-COLUMNS = tl.constexpr(20)
-WEIGHT = tl.constexpr(0)
+COLUMNS = tl.constexpr(21)
+WEIGHT = tl.constexpr(0)  # its address
 BIAS = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)  # start of the gradient of the weight
 OUTPUTS = tl.constexpr(3)
@@ -49,6 +49,7 @@ SLOTS = tl.constexpr(16)  # start of the slots for the gradients of its inputs, 
 INPUTS = tl.constexpr(17)
 ROWS = tl.constexpr(18)  # outputs of a group per program of the backward
 WANTED = tl.constexpr(19)  # whether the weight needs a gradient
+MOVES = tl.constexpr(20)  # 1: the address is counted from the memory of the filters, 0: from 0
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from kalmannorm._ops.propagate.triton_elementwise import (
     INDEX,
     INPUTS,
     KINDS,
+    MOVES,
     OUTPUTS,
     ROWS,
     SLOTS,
@@ -68,8 +69,9 @@ def multiple(pointer, WIDE: tl.constexpr):
 
 
 @triton.jit
-def weight_of(row, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    pointer = tl.load(row + WEIGHT).to(tl.pointer_type(TYPE))
+def weight_of(row, filters_ptr, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    address = tl.load(row + WEIGHT) + tl.load(row + MOVES) * filters_ptr.to(tl.int64)
+    pointer = address.to(tl.pointer_type(TYPE))
     if WIDE:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -77,7 +79,7 @@ def weight_of(row, TYPE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["E"])
 def layers_kernel(
-    entries_ptr, sums_ptr, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
+    entries_ptr, sums_ptr, filters_ptr, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
     BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, GROUPED: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,7 +88,7 @@ def layers_kernel(
     await_previous(PDL)
     row = table_ptr + tl.load(work_ptr + 2 * tl.program_id(0)) * COLUMNS
     k = tl.load(work_ptr + 2 * tl.program_id(0) + 1) * BK + tl.arange(0, BK)
-    weight_ptr = weight_of(row, TYPE, WIDE)
+    weight_ptr = weight_of(row, filters_ptr, TYPE, WIDE)
     outputs, taps, kinds = tl.load(row + OUTPUTS), tl.load(row + TAPS), tl.load(row + KINDS)
     group_outputs, group_inputs = tl.load(row + GROUP_OUTPUTS), multiple(row + GROUP_INPUTS, WIDE)
     step_input, step_tap = strides_of(row, TAPS_LAST, ONE, WIDE)
@@ -178,7 +180,8 @@ def rows_backward_kernel(
 
 @triton.jit(do_not_specialize=["E", "S"])
 def layers_backward_kernel(
-    entries_ptr, grad_ptr, grad_sums_ptr, gradient_ptr, slots_ptr, S, table_ptr, work_ptr, index_ptr, geometry_ptr, E,
+    entries_ptr, grad_ptr, grad_sums_ptr, gradient_ptr, slots_ptr, S, filters_ptr,
+    table_ptr, work_ptr, index_ptr, geometry_ptr, E,
     BK: tl.constexpr, BC: tl.constexpr, TP: tl.constexpr,
     TAPS_LAST: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr, DEPTHWISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -191,7 +194,7 @@ def layers_backward_kernel(
     work = work_ptr + 4 * tl.program_id(0)
     row = table_ptr + tl.load(work) * COLUMNS
     group, split = tl.load(work + 1), tl.load(work + 3)
-    weight_ptr = weight_of(row, TYPE, WIDE)
+    weight_ptr = weight_of(row, filters_ptr, TYPE, WIDE)
     taps, start, kept = tl.load(row + TAPS), tl.load(row + START), tl.load(row + SUMS)
     group_outputs, inputs = tl.load(row + GROUP_OUTPUTS), tl.load(row + INPUTS)
     group_inputs = multiple(row + GROUP_INPUTS, WIDE)

@@ -22,7 +22,7 @@ TILE = 2048
 ROW_WORK = 16384
 """Values of a weight that one program of the backward reads."""
 _KINDS = {"add": 1, "subtract": 2, "product": 3, "affine": 4, "piecewise": 5, "smooth": 6}
-_NUMBERS, _COLUMNS = 16, 20
+_NUMBERS, _COLUMNS = 16, 21
 
 
 class Tape(NamedTuple):
@@ -132,12 +132,17 @@ class Tables:
     sums: int
     own: Own
     bound: dict[Any, Bound] = field(default_factory=dict)
+    together: set[tuple[int, ...]] = field(default_factory=set)  # `starts` of filters that were in one memory
 
 
 @dataclass
 class Bound:
-    """Everything that depends on addresses and strides of weights: table of layers, work lists, gradient positions."""
+    """Everything that depends on addresses and strides of weights: table of layers, work lists, gradient positions.
 
+    Computed filters have new addresses in every forward. `starts` says how far each is from the first one, in bytes.
+    """
+
+    starts: tuple[int, ...]
     table: Tensor
     stages: list[Launches]
     gradients: list[tuple[int, tuple[int, ...], tuple[int, ...], int] | None]  # which tensor, shape, strides, start
@@ -171,7 +176,7 @@ def tables_of(bundle: Bundle, device: torch.device) -> Tables:
         share = min(max(ROW_WORK // (min(power(group_inputs), 32) * taps), 1), group_outputs)
         sizes = [layer.outputs, group_outputs, group_inputs]
         where = [sum(part.numel() for part in listed), layer.start, places[layer.axes], sums, slots]
-        rows.append([0, 0, 0, *sizes, 0, 0, 0, 0, taps, kernel.of_kinds.numel(), *where, inputs, share, 0])
+        rows.append([0, 0, 0, *sizes, 0, 0, 0, 0, taps, kernel.of_kinds.numel(), *where, inputs, share, 0, 0])
         listed.append(layer.a)
         splits = -(-group_outputs // share)
         used.append((layer.a, torch.arange(slots, slots + inputs), inputs, splits))
@@ -334,10 +339,16 @@ def _tape(rows: Tensor, device: torch.device) -> Tape:
 
 
 def bind(
-    bundle: Bundle, tables: Tables, tensors: Sequence[Tensor], wanted: Sequence[bool], small: Tensor | None = None
+    bundle: Bundle,
+    tables: Tables,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[bool],
+    starts_of_filters: tuple[int, ...],
+    small: Tensor | None,
 ) -> Bound:
     """The tables for these weights and small tensors. `wanted` says which tensors need a gradient."""
     rows, tiles = [], list[Tile]()
+    moving = dict(zip(bundle.filters, starts_of_filters, strict=True))
     starts, size = starts_of(tables, tensors, wanted)
     for layer, row, begin in zip(tables.layers, tables.rows, starts, strict=True):
         weight = tensors[layer.weight]
@@ -347,8 +358,10 @@ def bind(
         steps = [group_outputs * first, first, second, tap]
         if layer.transposed:
             steps = [group_inputs * first, second, first, tap]
-        rows.append([weight.data_ptr(), bias, begin or 0, *row[3:6], *steps, *row[10:19], int(begin is not None)])
-        tiles.append(_tile(group_inputs, taps, steps, weight.data_ptr()))
+        address = moving.get(layer.weight, weight.data_ptr())
+        flags = int(begin is not None), int(layer.weight in moving)
+        rows.append([address, bias, begin or 0, *row[3:6], *steps, *row[10:19], *flags])
+        tiles.append(_tile(group_inputs, taps, steps, address))
     device = tables.numbers.device
     table = torch.tensor(rows or [[0] * _COLUMNS], dtype=torch.int64).to(device)
     stages, start = [], 0
@@ -361,7 +374,7 @@ def bind(
         None if place is None else (place.which, tuple(tensor.shape), strides_in(tensor, place), place.start)
         for place, tensor in zip(places, tensors, strict=True)
     ]
-    return Bound(table, stages, gradients, size, small)
+    return Bound(starts_of_filters, table, stages, gradients, size, small)
 
 
 def strides_in(tensor: Tensor, place: Place) -> tuple[int, ...]:
