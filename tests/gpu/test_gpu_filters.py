@@ -43,7 +43,15 @@ def step(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_gradients_are_those_of_float64(layout):
-    exact = resnet(layout).double()
+    """Without ReLU, at which rounding makes gradients jump."""
+    torch.manual_seed(0)
+    sizes = [3, 16, 24, 24, 32, 10]
+    blocks = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU())
+        for a, b in zip(sizes[:-1], sizes[1:], strict=True)
+    ]
+    net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(memory_format=layout)
+    exact = convert(net, torch.zeros(2, 3, 32, 32), statistics_batch_size=2, weight_standardization=True).double()
     model, kept = copy.deepcopy(exact).float().cuda(), []
     for seed in range(3):
         x, target = images(seed, layout)
@@ -52,7 +60,7 @@ def test_gradients_are_those_of_float64(layout):
         step(model, x.cuda(), target.cuda())
         for (name, mine), theirs in zip(exact.named_parameters(), model.parameters(), strict=True):
             size = mine.grad.abs().max()
-            assert (theirs.grad.cpu() - mine.grad).abs().max() <= 2e-3 * size + 1e-6, name
+            assert (theirs.grad.cpu() - mine.grad).abs().max() <= 1e-3 * size + 1e-6, name
 
 
 def test_one_table_serves_all_steps(monkeypatch):

@@ -118,7 +118,10 @@ def _check_gradients(case: Case, contender: Contender) -> None:
     images, labels = contender.images[:few], contender.labels[:few]
     results: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
     entry = contender.entry._replace(way="")
-    for given in (copy.deepcopy(contender.model), case.build(entry).double()):
+    plain = case.build(entry)
+    if entry.settled:  # running statistics that were computed twice may differ, and these nets normalize with them
+        plain.load_state_dict(contender.model.state_dict())
+    for given in (copy.deepcopy(contender.model), plain.double()):
         model = Contender(case, entry, given, images, labels).model  # with a closing phase, if the entry has one
         closings = _closings(model)
         _expect_gradients(closings)
