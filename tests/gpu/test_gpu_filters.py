@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -47,8 +48,7 @@ def test_gradients_are_those_of_float64(layout):
     torch.manual_seed(0)
     sizes = [3, 16, 24, 24, 32, 10]
     blocks = [
-        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU())
-        for a, b in zip(sizes[:-1], sizes[1:], strict=True)
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU()) for a, b in itertools.pairwise(sizes)
     ]
     net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(memory_format=layout)
     exact = convert(net, torch.zeros(2, 3, 32, 32), statistics_batch_size=2, weight_standardization=True).double()

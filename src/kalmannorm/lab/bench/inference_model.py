@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from kalmannorm._model.deploy import fold, freeze_priors
 from kalmannorm._model.fusion import fuse
 from kalmannorm._model.settings import set_inference
-from kalmannorm.lab.bench.step_checks import TOLERANCE, full_float32
-from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Entry
+from kalmannorm.lab.bench.step_checks import TOLERANCE
+from kalmannorm.lab.bench.step_contenders import BASELINE, Case, Entry, full_float32
 from kalmannorm.lab.bench.timing import Call, Timed, count_kernels, timed
 from kalmannorm.lab.bench.turns import Watch, check_rounds, processor_ratios, ratios, spread, take_turns
 from kalmannorm.lab.errors import LabError

@@ -8,8 +8,6 @@ per group. Batch norm with one group must equal nn.BatchNorm.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from kalmannorm._model.accumulate import accumulate_statistics
 from kalmannorm._norms.closing import ClosingState
 from kalmannorm._norms.grouped import GroupedNorm
-from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry
+from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry, full_float32
 from kalmannorm.lab.bench.timing import Timed
 from kalmannorm.lab.errors import LabError
 from kalmannorm.lab.recipes.methods import method
@@ -53,20 +51,6 @@ def check(case: Case, contender: Contender) -> None:
             _close("bn", "with one group its loss is not that of nn.BatchNorm", found, expected)
         elif method(entry.method).groups:
             _check_groups(contender)
-
-
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Compute convolutions as plain sums of products.
-
-    TF32 has eleven bits and would hide an error of a thousandth. So might other algorithms of cuDNN.
-    """
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
 
 
 def _check_step(trial: Contender) -> float:
@@ -118,10 +102,7 @@ def _check_gradients(case: Case, contender: Contender) -> None:
     images, labels = contender.images[:few], contender.labels[:few]
     results: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
     entry = contender.entry._replace(way="")
-    plain = case.build(entry)
-    if entry.settled:  # running statistics that were computed twice may differ, and these nets normalize with them
-        plain.load_state_dict(contender.model.state_dict())
-    for given in (copy.deepcopy(contender.model), plain.double()):
+    for given in (copy.deepcopy(contender.model), case.build(entry).double()):
         model = Contender(case, entry, given, images, labels).model  # with a closing phase, if the entry has one
         closings = _closings(model)
         _expect_gradients(closings)

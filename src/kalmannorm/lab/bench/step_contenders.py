@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,6 +72,20 @@ def entries(
     return found
 
 
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute convolutions as plain sums of products.
+
+    TF32 has eleven bits and would hide an error of a thousandth. So might other algorithms of cuDNN.
+    """
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Settings that all contenders share."""
@@ -123,7 +137,8 @@ class Case:
         if entry.way == "fused":
             model = fuse(model, example.normal_(), inplace=True)
         if entry.settled:  # new statistics would be 0 and 1, with which a deep net overflows
-            recalibrate(model, [self.batch()[0]], progress=False)
+            with full_float32():  # a second net must have the same
+                recalibrate(model, [self.batch()[0]], progress=False)
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
