@@ -155,9 +155,9 @@ def bundles(model, x, monkeypatch):
     found = []
     original = PriorBundles._outputs
 
-    def outputs(self, number, tensors, groups, context):
+    def outputs(self, number, tensors, groups, context, *more):
         found.append((self.parts[number].bundle, [tensor.detach().clone() for tensor in tensors]))
-        return original(self, number, tensors, groups, context)
+        return original(self, number, tensors, groups, context, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(PriorBundles, "_outputs", outputs)

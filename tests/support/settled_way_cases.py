@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._model.settings import norms
+from kalmannorm._running.short_way import ShortForward
 from support import short_way_cases as cases
 from support.bundled_nets import IMAGE, Blocks, Branches
 from support.poisoned import DEVICE, poison
@@ -328,3 +329,55 @@ def test_fused_and_saving_memory(monkeypatch):
     settle(saving)
     found = step(saving, x)
     cases.assert_same(found, the_long_way(monkeypatch, step, saving, x))
+
+
+def collected(model):
+    return [norm.closing.probe.grad.clone() for _, norm in norms(model)]
+
+
+def test_what_is_collected_in_other_backwards(monkeypatch):
+    """Only `backward` adds to what was collected. Each one adds again."""
+    model, x, _ = small()
+    states = [norm.closing for _, norm in norms(model)]
+    own_step(model, x)
+    once = collected(model)
+    assert all((each[:, 2] == 1).all() for each in once)
+    loss = model(x).square().sum()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward(inputs=list(model.parameters()), retain_graph=True)
+    found = torch.autograd.grad(loss, [state.probe for state in states], retain_graph=True)
+    assert all(torch.equal(now, old) for now, old in zip(collected(model), once, strict=True))
+    for state in states:
+        state.probe.grad.zero_()
+    loss.backward(retain_graph=True)
+    first = collected(model)
+    for one, other in zip(first, found, strict=True):
+        torch.testing.assert_close(one, other)
+    loss.backward()
+    for now, old in zip(collected(model), first, strict=True):
+        torch.testing.assert_close(now, 2 * old)
+
+
+def test_frozen_parameters_collect_too(monkeypatch):
+    model, x, _ = small()
+    for _, norm in norms(model):
+        for parameter in (norm.weight, norm.bias):
+            parameter.requires_grad_(False)
+    taken = count_short(monkeypatch)
+    found = step(model, x)
+    assert len(taken) == len(list(norms(model)))
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_a_norm_on_the_long_way_collects_once(monkeypatch):
+    """Its bundle does not collect for it."""
+    model, x, _ = small()
+    expected = the_long_way(monkeypatch, step, model, x)
+    normalize = ShortForward.normalize
+
+    def some(self, call, target, norm, *given):
+        return None if norm is last else normalize(self, call, target, norm, *given)
+
+    last = list(norms(model))[-1][1]
+    monkeypatch.setattr(ShortForward, "normalize", some)
+    cases.assert_same(own_step(model, x), expected)

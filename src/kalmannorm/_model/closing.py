@@ -21,6 +21,7 @@ from kalmannorm._model.step_calls import StepCalls
 from kalmannorm._norms.closing import SAVED, ClosingState
 from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
+from kalmannorm._support.changes import Changes
 from kalmannorm._support.checks import check_number, positive_int
 
 START, END = 0.3, 0.6
@@ -153,6 +154,8 @@ class ClosingPhase:
             norm.phase = weakref.ref(self)
         self._backwards = Backwards()
         self._firsts: dict[torch.device, tuple[list[int], Tensor]] = {}
+        self._known: tuple[int, list[list[ClosingState]]] | None = None
+        self._set: Any = None  # settings of the norms when they were last set, and `Changes.count`
         self.done = 0
         self._set_strength()
 
@@ -243,10 +246,15 @@ class ClosingPhase:
         if not self.begun:
             return
         strength = self.strength
-        for norm in self._norms:
-            if not norm.closes:
-                norm.begin_closing()
-            norm.settle_closing(strength == 1, self.present, self.fade_prior)
+        settings = strength == 1, self.present, self.fade_prior
+        if self._set != (*settings, Changes.count):
+            for norm in self._norms:
+                if not norm.closes:
+                    norm.begin_closing()
+                norm.settle_closing(*settings)
+        elif strength == 1 and self.scaler is None:
+            return
+        self._set = *settings, Changes.count
         for states in self._states():
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * strength] * len(states))
@@ -255,10 +263,12 @@ class ClosingPhase:
 
     def _states(self) -> list[list[ClosingState]]:
         """The states of the norms, one list per device and dtype."""
-        found: dict[object, list[ClosingState]] = {}
-        for state in (norm.closing for norm in self._norms if norm.closes):
-            found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
-        return list(found.values())
+        if self._known is None or self._known[0] != Changes.count:
+            found: dict[object, list[ClosingState]] = {}
+            for state in (norm.closing for norm in self._norms if norm.closes):
+                found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
+            self._known = Changes.count, list(found.values())
+        return self._known[1]
 
     def _update(self, states: list[ClosingState]) -> Tensor:
         """In few operations on all norms. No value leaves the device, so a CUDA graph can contain it.

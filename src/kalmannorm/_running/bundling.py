@@ -104,6 +104,7 @@ class Part:
     fitting: Fitting | None = None  # the tensors of the last forward
     sharded: tuple[Fitting | None, bool] | None = None  # with these tensors: whether units of FSDP have the norms
     short: Any = None  # what forwards on the short way share
+    settled: tuple[int, dict[int, Any]] | None = None  # see `closing_sums.settled_states`, with `Changes.count`
 
 
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int], *, filters: bool) -> list[Part]:

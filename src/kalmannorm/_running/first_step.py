@@ -23,6 +23,7 @@ from kalmannorm._ops.dispatch import (
 from kalmannorm._ops.filters.definition import Computation
 from kalmannorm._ops.propagate.rows import spread
 from kalmannorm._running.bundling import Call, Part
+from kalmannorm._running.closing_sums import settled_states
 from kalmannorm._running.layouts import Layout
 from kalmannorm._running.prior_bundles import PriorBundles, groups_in, runner
 from kalmannorm._support.fused_modules import REPORT
@@ -150,7 +151,7 @@ def _of_norms(
 
     groups, bundle = groups_in(part, context), part.bundle
     rows = spread(bundle, torch.empty((5, bundle.channels), device="meta"), groups)
-    layout = Layout(groups, bundle.widths, learned)
+    layout = Layout(groups, bundle.widths, learned, bool(settled_states(part)))
     moments = torch.empty(layout.total, device="meta")
     last = x.dim() in FORMATS and not x.is_contiguous()
     tracked: dict[Any, list[tuple[int, int]]] = {}

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 class Layout:
     """Where the moments of each norm of a bundle are: four times (G, C) from `starts` on.
 
-    With `prior` the moments of the prior follow, two times (G, C).
+    With `prior` the moments of the prior follow, two times (G, C). With `settled`, what the backward of a settled norm
+    needs of its running statistics, two times (C,).
     """
 
-    def __init__(self, groups: Sequence[int], channels: Sequence[int], prior: bool = False) -> None:
+    def __init__(
+        self, groups: Sequence[int], channels: Sequence[int], prior: bool = False, settled: bool = False
+    ) -> None:
         self.groups, self.starts, self.total = groups, list[int](), 0
         for size, count in zip(groups, channels, strict=True):
             self.starts.append(self.total)
-            values = (6 if prior else 4) * size * count
+            values = (6 if prior else 4) * size * count + (2 * count if settled else 0)
             self.total += -(-values // 4) * 4  # a multiple of 16 bytes

@@ -28,6 +28,7 @@ from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
 from kalmannorm._running.bundling import Call, Fitting, Part, form_of, parts_of
+from kalmannorm._running.closing_sums import Collecting, settled_states
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
@@ -69,6 +70,7 @@ class Results(dict[int, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[int, Tensor] = {}
+        self.collecting: dict[int, Collecting] = {}  # by number of the bundle
         self.checked = False
         self.tried: set[int] = set()
 
@@ -205,14 +207,26 @@ class PriorBundles:
             return
         if not tensors:  # none fit, or no norm has γ or β
             return
-        outputs = self._outputs(number, tensors, groups_in(part, context), context)
+        states = settled_states(part) if torch.is_grad_enabled() else {}
+        if states:
+            collecting = results.collecting[number] = Collecting(states)
+            outputs = self._outputs(number, tensors, groups_in(part, context), context, collecting)
+        else:
+            outputs = self._outputs(number, tensors, groups_in(part, context), context)
         calls, steps = len(part.calls), len(part.steps)
         for call, rows in zip(part.calls, outputs[:calls], strict=True):
             results.rows[call.identity] = rows
         for step, mean, var in zip(part.steps, outputs[calls : calls + steps], outputs[calls + steps :], strict=True):
             results[step] = Moments(mean, var)
 
-    def _outputs(self, number: int, tensors: list[Tensor], groups: list[int], context: Context) -> Sequence[Tensor]:
+    def _outputs(
+        self,
+        number: int,
+        tensors: list[Tensor],
+        groups: list[int],
+        context: Context,
+        collecting: Collecting | None = None,
+    ) -> Sequence[Tensor]:
         """The rows of the norms (5, G, C), then the means and the variances of the other results."""
         part = self.parts[number]
         bundle = part.bundle
@@ -222,8 +236,12 @@ class PriorBundles:
         if run is None:
             run = fitting.runs[context.dtype] = runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
+            if collecting is not None:
+                return _bundled(
+                    bundle, run, context.dtype, groups, fitting, collecting, *tensors, *collecting.probes
+                )  # fmt: skip
             if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-                return _bundled(bundle, run, context.dtype, groups, fitting, *tensors)
+                return _bundled(bundle, run, context.dtype, groups, fitting, None, *tensors)
             keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
             known = self.cached.get(number) if keep else None
             if known is not None and _same(known, tensors):
@@ -341,10 +359,13 @@ class _Bundled(torch.autograd.Function):
         dtype: torch.dtype,
         groups: Sequence[int],
         fitting: Fitting,
+        collecting: Collecting | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        wanted, last = list(ctx.needs_input_grad), fitting.last
+        ctx.collecting, wanted, last = collecting, list(ctx.needs_input_grad[6:]), fitting.last
+        if collecting is not None:
+            tensors, wanted = tensors[: len(bundle.masks)], wanted[: len(bundle.masks)]
         known = last[1] if last is not None and last[0] == wanted else None
         made: Made = run.forward(bundle, tensors, dtype, tensors[0].device, True, known)
         fitting.last = wanted, made.state
@@ -355,25 +376,29 @@ class _Bundled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        bundle, tensors = ctx.bundle, ctx.tensors
+        bundle, tensors, collecting = ctx.bundle, ctx.tensors, ctx.collecting
         norms, others = len(bundle.norms), len(bundle.results) - len(bundle.norms)
-        nothing, device = [None] * 5, tensors[0].device
+        nothing, device = [None] * 6, tensors[0].device
+        whole, probes = None, list[Any]()
+        if collecting is not None:
+            with torch.no_grad():
+                whole = summed(bundle, grads[:norms])
+            probes = collecting.gradients(ctx, whole, bundle.widths, [grad is not None for grad in grads[:norms]])
         if not bundle.copies and [tensor._version for tensor in tensors] != ctx.versions:
             raise RuntimeError(CHANGED)
         with full_precision(device), on_device_of(tensors[0]):
             if torch.is_grad_enabled():
-                return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads)
+                return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads), *probes
             if ctx.kept is None:
                 with torch.no_grad():
                     made = ctx.run.forward(bundle, tensors, ctx.dtype, device, True)
                 ctx.kept, ctx.state = made.saved, made.state
             kept, ctx.kept = ctx.kept, None
-            asked = asked_of(bundle, ctx.needs_input_grad[5:], grads)
+            asked = asked_of(bundle, ctx.needs_input_grad[6 : 6 + len(tensors)], grads)
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
-            return *nothing, *ctx.run.backward(
-                bundle, tensors, kept, ctx.state, summed(bundle, grad_rows), pairs, asked
-            )
+            whole = summed(bundle, grad_rows) if whole is None else whole
+            return *nothing, *ctx.run.backward(bundle, tensors, kept, ctx.state, whole, pairs, asked), *probes
 
 
 _bundled: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Bundled).apply

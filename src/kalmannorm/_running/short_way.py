@@ -14,7 +14,7 @@ part of the key of what is prepared. The addresses of buffers and parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from kalmannorm._ops.normalize.settled_rows import normalize_settled
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Call, Part
+from kalmannorm._running.closing_sums import Collecting, settled_states
 from kalmannorm._running.layouts import Layout
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._running.tracking_together import Update, track_together
@@ -101,7 +102,7 @@ class ShortPart:
         self.norms = [call.norm for call in part.calls]
         self.channels = [norm.channels for norm in part.bundle.norms]
         self.pitch = part.bundle.channels
-        self.layouts: dict[tuple[int, ...], Layout] = {}  # by the numbers of groups
+        self.layouts: dict[tuple[int, ...], Layout] = {}  # by the numbers of groups, and whether norms are settled
         self.tables: dict[Any, Any] = {}
 
     @classmethod
@@ -111,21 +112,33 @@ class ShortPart:
         short: ShortPart = part.short
         return short
 
-    def layout(self, groups: Sequence[int]) -> Layout:
-        key = tuple(groups)
+    def layout(self, groups: Sequence[int], settled: bool) -> Layout:
+        key = *groups, settled
         if key not in self.layouts:
             if len(self.layouts) >= KEPT:
                 self.layouts.clear()
-            self.layouts[key] = Layout(groups, self.channels, self.prior)
+            self.layouts[key] = Layout(groups, self.channels, self.prior, settled)
         return self.layouts[key]
 
 
 class Block:
-    """The rows and the moments of one bundle in one forward."""
+    """The rows and the moments of one bundle in one forward.
 
-    def __init__(self, part: ShortPart, rows: Sequence[Tensor], groups: Sequence[int], x: Tensor) -> None:
+    `settled`: the places of norms at the end of a closing phase. With gradients, `collecting` is for what they collect.
+    """
+
+    def __init__(
+        self,
+        part: ShortPart,
+        rows: Sequence[Tensor],
+        groups: Sequence[int],
+        x: Tensor,
+        settled: Container[int] = (),
+        collecting: Collecting | None = None,
+    ) -> None:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
-        self.layout = part.layout(groups)
+        self.settled, self.collecting = settled, collecting
+        self.layout = part.layout(groups, bool(settled))
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.device = x.device
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
@@ -250,7 +263,9 @@ class ShortForward:
         index, region = place.index, segment if norm.rebuilds else None
         rows = block.rows[index]
         if place.settled:
-            buffers, like = norm._buffers, block.moments
+            collecting, buffers, like = block.collecting, norm._buffers, block.moments
+            if index not in block.settled or (block.gradients and collecting is None):
+                return None
             mean, var = running = buffers["running_mean"], buffers["running_var"]
             # Callers may exchange buffers without a notice, and kernels read them from their addresses on.
             if (mean.dtype, var.dtype) != (like.dtype, like.dtype) or (mean.device, var.device) != (x.device, x.device):
@@ -258,8 +273,9 @@ class ShortForward:
             if norm.rebuilds or segment is not OUTSIDE or not (mean.is_contiguous() and var.is_contiguous()):
                 return None
             start, averages = block.layout.starts[index], block.averages(index)
-            given = x, rows, residual, norm.closing.probe, kernels, block.memory, start
-            return normalize_settled(*given, running, averages)
+            if collecting is not None:
+                collecting.ran.add(index)
+            return normalize_settled(x, rows, residual, kernels, block.memory, start, running, averages)
         return normalize(x, rows, residual, kernels, block.memory, block.layout.starts[index], region)
 
     def _again(self, place: Place, block: Block, kernels: Any) -> Callable[[Tensor, Tensor | None, Any], Tensor]:
@@ -296,7 +312,8 @@ class ShortForward:
             return None
         if torch.is_grad_enabled():
             rows = _with_idle_gains(rows, part.calls)
-        return Block(ShortPart.of(part, self.bundles.learned), rows, groups, x)
+        given = ShortPart.of(part, self.bundles.learned), rows, groups, x
+        return Block(*given, settled_states(part), results.collecting.get(number))
 
     def _sharded(self, part: Part) -> bool:
         """Whether FSDP shards norms of this part in several units. Looked for again if there are other parameters."""

@@ -10,7 +10,14 @@ from torch import Tensor
 from kalmannorm._ops.normalize import aten_settled
 from kalmannorm._ops.normalize.arguments import SettledGrads, SettledInputs
 from kalmannorm._ops.normalize.aten_rows import AtenRows
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledRowKernels, SettledSaved
+from kalmannorm._ops.normalize.row_kernels import (
+    Memory,
+    Pair,
+    SettledGradients,
+    SettledRowKernels,
+    SettledSaved,
+    kept_of,
+)
 from kalmannorm._ops.propagate.bundle import ROWS
 
 
@@ -19,7 +26,7 @@ class AtenSettledRows(AtenRows):
 
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
-    ) -> Pair:
+    ) -> Tensor:
         weight, bias, mean, var, gain = rows[:, 0]
         y, *moments, centre, rho = aten_settled.forward(
             SettledInputs(
@@ -31,32 +38,34 @@ class AtenSettledRows(AtenRows):
         # `.data`: as in `AtenRows.forward`.
         own = memory.moments.data[start : start + 4 * step].view(4, self.groups, self.channels)
         torch.stack(moments, out=own)
-        return y, torch.stack([centre, rho])
+        torch.stack([centre, rho], out=kept_of(self, memory.moments.data, start))
+        return y
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(saved[0]).copy_(grad_y)
-        observation = self.moments(memory.moments, start)[2:]
-        return through_the_op(self, grad_y, saved, observation, aten_settled.backward)
+        return through_the_op(self, grad_y, saved, memory.moments, start, aten_settled.backward)
 
 
 def through_the_op(
     kernels: SettledRowKernels,
     grad_y: Tensor,
     saved: SettledSaved,
-    observation: tuple[Tensor, ...],
+    moments: Tensor,
+    start: int,
     backward: Callable[[SettledGrads], list[Tensor]],
 ) -> SettledGradients:
     """The backward with the interface of `aten_settled.backward`. All groups have the same rows."""
-    x, y, rows, kept, averages = saved
+    x, y, rows, averages = saved
+    kept, observation = kept_of(kernels, moments, start), kernels.moments(moments, start)[2:]
     weight, bias, mean, var, gain = rows[:, 0]
     asks = y is not None and kernels.residual
     given = SettledGrads(  # type: ignore[call-arg]
         grad_y, x, y, mean.unsqueeze(0), var.unsqueeze(0), gain, weight, bias, *kept, *observation, averages,
         None, None, None, None, kernels.size, kernels.relu, asks,
     )  # fmt: skip
-    dx, d_weight, d_bias, collected, *rest = backward(given)
+    dx, d_weight, d_bias, _, *rest = backward(given)
     d_residual = rest.pop(0) if asks else grad_y if kernels.residual else None
     d_rows = rows.new_zeros((ROWS, *rows.shape[1:]))
     d_rows[:, 0] = torch.stack([d_weight, d_bias, rest[0][0], rest[1][0], rest[2]])
-    return dx, d_rows, d_residual, collected
+    return dx, d_rows, d_residual

@@ -27,7 +27,7 @@ typedef struct {
     const REAL *grad, *x, *y, *moments, *rows[ROWS], *grad_moments[MOMENTS];
     REAL *dx, *d_residual, *d_rows;
     const REAL *centre, *rho, *averages; /* of a settled norm: m and ρ (C), and averages of Σ g and Σ g z (C, 3) */
-    REAL *collected;                     /* of a settled norm: these sums now, and 1 (C, 3) */
+    REAL *collected;                     /* of a settled norm: these sums now, and 1 (C, 3), or nothing */
 } Backward;
 
 typedef struct { REAL centre, scale, shift; } Line; /* scale (x - centre) + shift */
@@ -498,7 +498,7 @@ void settle_backward(const Shape *s, const Backward *b, long threads) {
         else settle_unit(ALL, s, b, group, from, some);
     }
     long step = groups_of(s) * s->channels;
-    for (long c = 0; c < s->channels; c++) {
+    for (long c = 0; b->collected && c < s->channels; c++) {
         double sum = 0, product = 0;
         for (long at = c; at < step; at += s->channels)
             sum += b->d_rows[BIAS * step + at], product += b->d_rows[WEIGHT * step + at];

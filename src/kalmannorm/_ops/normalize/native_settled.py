@@ -18,7 +18,7 @@ from kalmannorm._ops.normalize.arguments import SettledGrads
 from kalmannorm._ops.normalize.aten_settled import forward as forward
 from kalmannorm._ops.normalize.native import ROWS, Backward, Forward
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved, kept_of
 
 
 def backward(given: SettledGrads) -> list[Tensor]:
@@ -64,7 +64,7 @@ class NativeSettledRows(NativeRows):
 
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
-    ) -> Pair:
+    ) -> Tensor:
         mean, var = running
         y = F.batch_norm(x, mean, var, rows[0, 0], rows[1, 0], False, 0.0, self.eps)
         if residual is not None:
@@ -74,22 +74,24 @@ class NativeSettledRows(NativeRows):
         moments = memory.moments.data_ptr() + start * self.bytes
         given = Forward(x.data_ptr(), None, self._rows(rows), None, moments)
         self.run(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
-        return y, torch.stack([mean, (var + self.eps).rsqrt_()])
+        torch.stack([mean, (var + self.eps).rsqrt_()], out=kept_of(self, memory.moments.data, start))
+        return y
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
-        x, y, rows, kept, averages = saved
+        x, y, rows, averages = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
-        dx, collected = torch.empty_like(x), torch.empty_like(averages)
+        dx = torch.empty_like(x)
         d_rows = rows.new_empty((ROWS, self.groups, self.channels))
         d_residual = None if y is None or not self.residual else torch.empty_like(x)
-        centre = kept.data_ptr()
+        moments = memory.moments.data_ptr() + start * self.bytes
+        centre = moments + 4 * self.groups * self.channels * self.bytes
         given = Backward(
-            grad_y.data_ptr(), x.data_ptr(), native.address(y), memory.moments.data_ptr() + start * self.bytes,
+            grad_y.data_ptr(), x.data_ptr(), native.address(y), moments,
             self._rows(rows), (None,) * 4, dx.data_ptr(), native.address(d_residual), d_rows.data_ptr(), centre,
-            centre + self.channels * self.bytes, averages.data_ptr(), collected.data_ptr(),
+            centre + self.channels * self.bytes, averages.data_ptr(), None,
         )  # fmt: skip
         self.run_settled(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         if self.residual and d_residual is None:
             d_residual = grad_y
-        return dx, d_rows, d_residual, collected
+        return dx, d_rows, d_residual

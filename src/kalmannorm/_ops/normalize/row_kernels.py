@@ -34,6 +34,7 @@ class RowKernels(Protocol):
 
     keeps_output: bool
     groups: int
+    channels: int
     masked: bool
     relu: bool
     residual: bool
@@ -53,22 +54,36 @@ class RowKernels(Protocol):
 Pair = tuple[Tensor, Tensor]
 
 
-SettledSaved = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
-"""What the backward of a settled norm reads: x, y if its sign is the mask of the ReLU, the rows, m and ρ (2, C), and
-the averages (C, 3). A plain tuple, because it is made in every step."""
-SettledGradients = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""Gradients of x, of the rows (5, G, C), of the residual, and of the probe (C, 3)."""
+SettledSaved = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""What the backward of a settled norm reads: x, y if its sign is the mask of the ReLU, the rows, and the averages
+(C, 3). A plain tuple, because it is made in every step."""
+SettledGradients = tuple[Tensor, Tensor, Tensor | None]
+"""Gradients of x, of the rows (5, G, C) and of the residual."""
 
 
 class SettledRowKernels(RowKernels, Protocol):
-    """One settled norm on x of one shape, prepared: see `triton_settled_rows.py`."""
+    """One settled norm on x of one shape, prepared: see `triton_settled_rows.py`.
+
+    The sums that its closing phase collects are the gradients of γ and β, which are among those of the rows.
+    """
 
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
-    ) -> Pair:
-        """y, and what the backward needs of the running statistics: m and ρ, (2, C). Writes the moments."""
+    ) -> Tensor:
+        """y. Writes the moments, and behind them what the backward needs of the running statistics."""
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients: ...
+
+
+class _Grouped(Protocol):
+    groups: int
+    channels: int
+
+
+def kept_of(kernels: _Grouped, moments: Tensor, start: int) -> Tensor:
+    """What the backward of a settled norm needs of its running statistics: m and ρ (2, C), behind its moments."""
+    begin = start + 4 * kernels.groups * kernels.channels
+    return moments.view(-1)[begin : begin + 2 * kernels.channels].view(2, kernels.channels)
 
 
 Transition = tuple[Tensor, Tensor, Tensor]
@@ -80,7 +95,6 @@ Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]
 class LearnedKernels(RowKernels, Protocol):
     """One norm with a learned transition on x of one shape, prepared: see `triton_learned.py`."""
 
-    channels: int
     previous_shape: tuple[int, int, int]
     most_noises: int
 

@@ -20,15 +20,15 @@ from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledRowKernel
 
 
 class Settle(torch.autograd.Function):
-    """y from x, rows (5, G, C), a residual and the probe. The moments are written into memory that many norms share."""
+    """y from x, rows (5, G, C) and a residual. The moments are written into memory that many norms share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, probe: Tensor, run: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Any) -> Tensor:
         kernels, memory, start, running, averages = run
-        y, kept = kernels.settle(x, rows, residual, running, memory, start)
+        y = kernels.settle(x, rows, residual, running, memory, start)
         ctx.run = kernels, memory.scratch, start
         # As in `rows.py`: a backward frees what was saved, even if the graph lives on.
-        ctx.save_for_backward(x, rows, memory.moments, kept, averages, y if kernels.keeps_output else None)
+        ctx.save_for_backward(x, rows, memory.moments, averages, y if kernels.keeps_output else None)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -38,11 +38,10 @@ class Settle(torch.autograd.Function):
 
 def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     kernels, scratch, start = ctx.run
-    x, rows, moments, kept, averages, y = ctx.saved_tensors
-    saved = x, y, rows, kept, averages
+    x, rows, moments, averages, y = ctx.saved_tensors
+    saved = x, y, rows, averages
     if grad_y.__class__ is not Tensor or watched(x):
-        observation = kernels.moments(moments, start)[2:]
-        gradients = through_the_op(kernels, grad_y, saved, observation, registered_settled.backward)
+        gradients = through_the_op(kernels, grad_y, saved, moments, start, registered_settled.backward)
     else:
         memory = Memory(moments, scratch)
         gradients = kernels.differentiate(grad_y, saved, memory, start)
@@ -63,7 +62,6 @@ def normalize_settled(
     x: Tensor,
     rows: Tensor,
     residual: Tensor | None,
-    probe: Tensor,
     kernels: SettledRowKernels,
     memory: Memory,
     start: int,
@@ -71,4 +69,4 @@ def normalize_settled(
     averages: Tensor,
 ) -> Tensor:
     """y. `running` are mean and variance, `averages` the expected sums in units of this loss, all of this forward."""
-    return _apply(x, rows, residual, probe, (kernels, memory, start, running, averages))
+    return _apply(x, rows, residual, (kernels, memory, start, running, averages))

@@ -239,14 +239,16 @@ def settled_backward_kernel(
 
 @triton.jit
 def store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, TO_BIAS: tl.constexpr):
-    tl.store(collected_ptr + channel * 3, sum_g, mask=in_c)
-    tl.store(collected_ptr + channel * 3 + 2, tl.full([sum_g.shape[0]], 1.0, tl.float32), mask=in_c)
+    if collected_ptr is not None:
+        tl.store(collected_ptr + channel * 3, sum_g, mask=in_c)
+        tl.store(collected_ptr + channel * 3 + 2, tl.full([sum_g.shape[0]], 1.0, tl.float32), mask=in_c)
     store_row(d_bias_ptr, channel, sum_g, in_c, TO_BIAS)
 
 
 @triton.jit
 def store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, TO_WEIGHT: tl.constexpr):
-    tl.store(collected_ptr + channel * 3 + 1, sum_gz, mask=in_c)
+    if collected_ptr is not None:
+        tl.store(collected_ptr + channel * 3 + 1, sum_gz, mask=in_c)
     store_row(d_weight_ptr, channel, sum_gz, in_c, TO_WEIGHT)
 
 
@@ -271,16 +273,17 @@ def settled_sums_kernel(
     """Sum the shares: over all groups for the probe, γ and β, and the rows of COUNT other parameters.
 
     The first two jobs are Σ g and Σ g z. COUNT jobs follow, and then one for every group if γ or β has rows of groups.
+    Without `collected_ptr` nobody needs sums over all groups.
     """
     await_previous(PDL)
     job, _alone, block = place(tl.program_id(0), C, 1, BC)
     channel, in_c = channels_of(block, C, BC, False)
     rho = tl.load(rho_ptr + channel, mask=in_c, other=1.0)
     plane = tl.full([], splits, tl.int64) * G * (C * K)
-    if job == 0:
+    if job == 0 and collected_ptr is not None:
         sum_g = total_of(partial_ptr, splits * G * K, C, channel, in_c, BG, BC)
         store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, not BIAS_ROWS)
-    if job == 1:
+    if job == 1 and collected_ptr is not None:
         sum_gz = rho * total_of(partial_ptr + plane, splits * G * K, C, channel, in_c, BG, BC)
         store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, not WEIGHT_ROWS)
     if job == 2:

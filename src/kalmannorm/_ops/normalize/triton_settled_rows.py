@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved
+from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved, kept_of
 from kalmannorm._ops.normalize.tiling import settling, shape_of
-from kalmannorm._ops.normalize.triton_rows import NOTHING, Shares, Step, aligned, direct, run
+from kalmannorm._ops.normalize.triton_rows import NOTHING, Places, Shares, Step, aligned, direct, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
 from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, total, whole
 from kalmannorm._ops.propagate.bundle import ROWS
-from kalmannorm._ops.triton_launching import ALIGNED, Direct, Ready
+from kalmannorm._ops.triton_launching import ALIGNED, At, Direct, Ready
 
-NOT_YET = None, None, None
-"""Instead of the gradients of γ and β and the sums for the probe, if a second launch makes them."""
+NOT_YET = None, None
+"""Instead of the gradients of γ and β, if a second launch makes them."""
 
 
 class TritonSettledRows:
@@ -48,43 +48,33 @@ class TritonSettledRows:
             self.backward_launches += (sums_launch(shape, how, x.device, 0, (True, True)),)
             self.backward_scratch = Shares(shape.groups, how.splits, how.K, shape.C)
         self.step = shape.groups * shape.C
-        self.pitch_bytes, self.step_bytes = 4 * pitch, 4 * self.step  # from row to row: of parameters, of moments
+        self.pitch = pitch
         self.forward_direct: tuple[Direct, ...] = ()
         self.backward_direct: tuple[Direct, ...] = ()
         self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
 
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
-    ) -> Pair:
-        y, kept = torch.empty_like(x), memory.moments.new_empty((2, self.channels))
+    ) -> Tensor:
+        y = torch.empty_like(x)
         launches = self.forward_direct
         x_at, y_at, rows_at = x.data_ptr(), y.data_ptr(), rows.data_ptr()
         residual_at = None if residual is None else residual.data_ptr()
         mean_at, var_at = running[0].data_ptr(), running[1].data_ptr()
         odd = (x_at | y_at | mean_at | var_at | (residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            given = self._forward_arguments(x, y, rows, residual, running, kept, memory.moments, start)
+            given = self._forward_arguments(x, y, rows, residual, running, memory.moments, start)
             run(self.forward_launches, given)  # checked; they build the kernels
             if aligned(x, y, residual, *running):
-                self.forward_direct = direct(self.forward_launches, given)
+                self.forward_direct = direct(self.forward_launches, given, self._forward_places())
                 self.rows_offset = rows_at % ALIGNED
-            return y, kept
-        step, pitch = self.step_bytes, self.pitch_bytes
-        mean, centre = memory.moments.data_ptr() + 4 * start, kept.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        filtered = rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch
-        moments = mean, mean + step, mean + 2 * step, mean + 3 * step
-        partial = count = None
-        if self.forward_scratch is not None:
-            partial = memory.scratch.of(memory.moments, self.forward_scratch.values)
-            count = partial + self.forward_scratch.sums
-        launches[0](
-            stream, x_at, y_at, residual_at, partial, count, rows_at, rows_at + pitch, *filtered, mean_at, var_at,
-            centre, centre + 4 * self.channels, *moments,
-        )  # fmt: skip
-        if self.forward_scratch is not None:
-            launches[1](stream, partial, count, *filtered, *moments)
-        return y, kept
+            return y
+        moments, shares = memory.moments, self.forward_scratch
+        scratch_at = None if shares is None else memory.scratch.of(moments, shares.values)
+        moments_at, stream = moments.data_ptr() + 4 * start, torch._C._cuda_getCurrentRawStream(self.index)
+        for launch in launches:
+            launch(stream, x_at, y_at, residual_at, rows_at, mean_at, var_at, moments_at, scratch_at)
+        return y
 
     def _forward_arguments(
         self,
@@ -93,13 +83,12 @@ class TritonSettledRows:
         rows: Tensor,
         residual: Tensor | None,
         running: Pair,
-        kept: Tensor,
         moments: Tensor,
         start: int,
     ) -> list[tuple[Tensor | None, ...]]:
         """The arguments of each launch of a forward."""
         weight, bias, *filtered = rows.unbind(0)
-        own = self.moments(moments, start)
+        own, kept = self.moments(moments, start), kept_of(self, moments, start)
         partial = count = None
         if self.forward_scratch is not None:
             partial, count = self.forward_scratch.split(torch.empty(self.forward_scratch.values, device=x.device))
@@ -110,13 +99,33 @@ class TritonSettledRows:
             given.append((partial, count, *filtered, *own))
         return given
 
+    def _forward_places(self) -> Places:
+        """The arguments as places in x, y, residual, rows, running mean and variance, moments and scratch."""
+        x, y, residual, running = At(0), At(1), At(2) if self.residual else None, (At(4), At(5))
+        rows, (own, kept), shares = self._rows(3), self._moments(6), self.forward_scratch
+        if shares is None:
+            return [(x, y, residual, None, None, *rows, *running, *kept, *own)]
+        partial, count = At(7), At(7, shares.sums // 4)
+        return [
+            (x, y, residual, partial, count, *rows, *running, *kept, *own),
+            (partial, count, *rows[2:], *own),
+        ]
+
+    def _rows(self, memory: int) -> list[At]:
+        return [At(memory, row * self.pitch) for row in range(ROWS)]
+
+    def _moments(self, memory: int) -> tuple[list[At], list[At]]:
+        """The moments of posterior and observation, and what is kept behind them."""
+        behind = 4 * self.step
+        own = [At(memory, part * self.step) for part in range(4)]
+        return own, [At(memory, behind), At(memory, behind + self.channels)]
+
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
-        x, y, rows, kept, averages = saved
+        x, y, rows, averages = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
         d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
-        collected = memory.moments.new_empty((self.channels, 3))
         d_residual = torch.empty_like(x) if self.keeps_output else None
         launches = self.backward_direct
         grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
@@ -124,63 +133,67 @@ class TritonSettledRows:
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
-            made = dx, d_rows, d_residual, collected
-            given = self._backward_arguments(grad_y, saved, made, memory.moments, start)
+            given = self._backward_arguments(grad_y, saved, (dx, d_rows, d_residual), memory.moments, start)
             run(self.backward_launches, given)  # checked; they build the kernels
             if aligned(grad_y, x, y, dx, d_residual, averages):
-                self.backward_direct = direct(self.backward_launches, given)
+                self.backward_direct = direct(self.backward_launches, given, self._backward_places(y is not None))
         else:
-            step, pitch = self.step_bytes, self.pitch_bytes
-            seen, d_weight = memory.moments.data_ptr() + 4 * start + 2 * step, d_rows.data_ptr()
-            centre = kept.data_ptr()
-            rho = centre + 4 * self.channels
+            shares = self.backward_scratch
+            scratch_at = None if shares is None else memory.scratch.of(memory.moments, shares.values)
+            moments_at, d_rows_at = memory.moments.data_ptr() + 4 * start, d_rows.data_ptr()
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-            affine = d_weight, d_weight + step, collected.data_ptr()
-            sums: int | None = None
-            in_pass: tuple[int | None, ...] = affine
-            if self.backward_scratch is not None:
-                sums, in_pass = memory.scratch.of(memory.moments, self.backward_scratch.values), NOT_YET
-            launches[0](
-                stream, grad_at, x_at, y_at, dx_at, d_residual_at, sums,
-                rows_at, rows_at + pitch, rows_at + 2 * pitch, rows_at + 3 * pitch, rows_at + 4 * pitch,
-                centre, rho, averages_at, seen, seen + step, *NOTHING,
-                d_weight + 2 * step, d_weight + 3 * step, d_weight + 4 * step, *in_pass,
-            )  # fmt: skip
-            if sums is not None:
-                launches[1](stream, sums, rho, *affine, *NOTHING, None, None)
+            for launch in launches:
+                launch(
+                    stream, grad_at, x_at, y_at, dx_at, d_residual_at, rows_at, moments_at, averages_at, d_rows_at,
+                    scratch_at,
+                )  # fmt: skip
         if self.residual and not self.keeps_output:
             d_residual = grad_y
-        return dx, d_rows, d_residual, collected
+        return dx, d_rows, d_residual
 
     def _backward_arguments(
         self, grad_y: Tensor, saved: SettledSaved, made: SettledGradients, moments: Tensor, start: int
     ) -> list[tuple[Tensor | None, ...]]:
         """The arguments of each launch of a backward. `made` is memory for the gradients."""
-        x, y, rows, kept, averages = saved
-        dx, d_rows, d_residual, collected = made
+        x, y, rows, averages = saved
+        dx, d_rows, d_residual = made
         d_weight, d_bias, *d_filtered = d_rows.unbind(0)
-        seen, affine = self.moments(moments, start)[2:], (d_weight, d_bias, collected)
+        kept, seen = kept_of(self, moments, start), self.moments(moments, start)[2:]
         filtered = *rows.unbind(0), *kept, averages, *seen, *NOTHING, *d_filtered
         if self.backward_scratch is None:
-            return [(grad_y, x, y, dx, d_residual, None, *filtered, *affine)]
+            return [(grad_y, x, y, dx, d_residual, None, *filtered, d_weight, d_bias, None)]
         sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
         return [
-            (grad_y, x, y, dx, d_residual, sums, *filtered, *NOT_YET),
-            (sums, kept[1], *affine, *NOTHING, None, None),
+            (grad_y, x, y, dx, d_residual, sums, *filtered, *NOT_YET, None),
+            (sums, kept[1], d_weight, d_bias, None, *NOTHING, None, None),
+        ]
+
+    def _backward_places(self, masks: bool) -> Places:
+        """The arguments as places in grad_y, x, y, dx, d_residual, rows, moments, averages, d_rows and scratch.
+
+        `masks`: y has the mask of the ReLU.
+        """
+        grad_y, x, y, dx = At(0), At(1), At(2) if masks else None, At(3)
+        d_residual, averages = At(4) if self.keeps_output else None, At(7)
+        own, kept = self._moments(6)
+        d_weight, d_bias, *d_filtered = (At(8, row * self.step) for row in range(ROWS))
+        filtered = *self._rows(5), *kept, averages, *own[2:], *NOTHING, *d_filtered
+        if self.backward_scratch is None:
+            return [(grad_y, x, y, dx, d_residual, None, *filtered, d_weight, d_bias, None)]
+        sums = At(9)
+        return [
+            (grad_y, x, y, dx, d_residual, sums, *filtered, *NOT_YET, None),
+            (sums, kept[1], d_weight, d_bias, None, *NOTHING, None, None),
         ]
 
     def launches_of_step(self, like: Tensor, rows: Tensor, moments: Tensor, start: int) -> Iterator[Step]:
         """The launches of a forward and of its backward, on tensors without memory. `like` has the form of x."""
         residual, masks = like if self.residual else None, like if self.keeps_output else None
-        d_rows, kept = torch.empty(rows.shape, device=rows.device), rows.new_empty((2, self.channels))
+        d_rows = torch.empty(rows.shape, device=rows.device)
         averages, running = rows.new_empty((self.channels, 3)), (rows.new_empty(self.channels),) * 2
-        yield (
-            self.forward_launches,
-            self._forward_arguments(like, like, rows, residual, running, kept, moments, start),
-        )
-        saved = like, masks, rows, kept, averages
-        made = like, d_rows, masks, averages
-        yield self.backward_launches, self._backward_arguments(like, saved, made, moments, start)
+        yield self.forward_launches, self._forward_arguments(like, like, rows, residual, running, moments, start)
+        saved = like, masks, rows, averages
+        yield self.backward_launches, self._backward_arguments(like, saved, (like, d_rows, masks), moments, start)
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:
         """Mean and variance of the posterior, then of the observation, each (G, C)."""
