@@ -11,6 +11,7 @@ from torch import nn
 
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._ops.normalize.native_settled import NativeSettledRows
+from kalmannorm._running.closing_sums import Collecting
 from kalmannorm.lab.bench import step
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_checks import check, check_replay
@@ -76,21 +77,31 @@ def test_a_wrong_settled_net_is_not_timed():
 
 @pytest.mark.parametrize("wrong", ["averages", "sums"])
 def test_a_wrong_backward_of_a_settled_net_is_not_timed(wrong, monkeypatch):
-    original = NativeSettledRows.differentiate
+    differentiate, gradients = NativeSettledRows.differentiate, Collecting.gradients
 
-    def changed(self, grad_y, saved, memory, start):
+    def with_wrong_averages(self, grad_y, saved, memory, start):
         *tensors, averages = saved
-        timed = grad_y.dtype == torch.float32  # the other net is in float64
-        averages = -averages if timed and wrong == "averages" else averages
-        *gradients, collected = original(self, grad_y, (*tensors, averages), memory, start)
-        return *gradients, 2 * collected if timed and wrong == "sums" else collected
+        averages = -averages if _timed(averages) else averages
+        return differentiate(self, grad_y, (*tensors, averages), memory, start)
+
+    def with_wrong_sums(self, node, whole, *rest):
+        found = gradients(self, node, whole, *rest)
+        return [None if each is None else 2 * each for each in found] if _timed(whole) else found
 
     one = contender("bkn", settled=True)
     check(CASE, one)
-    monkeypatch.setattr(NativeSettledRows, "differentiate", changed)
-    message = "the gradient of .* is not that in float64" if wrong == "averages" else "what its closing phase collects"
+    if wrong == "averages":
+        monkeypatch.setattr(NativeSettledRows, "differentiate", with_wrong_averages)
+        message = "the gradient of .* is not that in float64"
+    else:
+        monkeypatch.setattr(Collecting, "gradients", with_wrong_sums)
+        message = "what its closing phase collects"
     with pytest.raises(LabError, match=message):
         check(CASE, one)
+
+
+def _timed(tensor):
+    return tensor.dtype == torch.float32  # the net that it is compared with is in float64
 
 
 def test_under_autocast_activations_are_bfloat16():
