@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from kalmannorm._model.micro_batches import Backwards
 from kalmannorm._model.settings import require_norms
 from kalmannorm._model.step_calls import StepCalls
-from kalmannorm._norms.closing import SAVED, ClosingState
+from kalmannorm._norms.closing_state import SAVED, ClosingMemory, ClosingState
 from kalmannorm._norms.distributed import LayerName, ProcessGroupChoice, RankGroup, Ranks
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm._support.changes import Changes
@@ -153,7 +152,6 @@ class ClosingPhase:
                 other._replaced = True
             norm.phase = weakref.ref(self)
         self._backwards = Backwards()
-        self._firsts: dict[torch.device, tuple[list[int], Tensor]] = {}
         self._known: tuple[int, list[list[ClosingState]]] | None = None
         self._set: Any = None  # settings of the norms when they were last set, and `Changes.count`
         self.done = 0
@@ -186,7 +184,7 @@ class ClosingPhase:
             self._tell(_TOO_OFTEN)
         if not self._checked and not self.begun and any(norm.closes for norm in self._norms):
             self._tell(_NOT_RESUMED.format(done=self.done, steps=self.steps))
-        self._backwards.note([self._of_norms(states, self._update(states)) for states in self._states()])
+        self._backwards.note([self._update(memory) for memory in self._memories()])
         changed = self._backwards.changed()
         if changed is not None:
             raise RuntimeError(_CHANGED.format(before=changed[0], now=changed[1]))
@@ -202,9 +200,8 @@ class ClosingPhase:
         another number, call it after the state dicts of the model and of the phase are loaded.
         """
         factor = positive_int("before", before) / positive_int("now", now)
-        for states in self._states():
-            for state in states:
-                state.averages[:, :2] *= factor
+        for memory in self._memories():
+            memory.averages[:, :2] *= factor
         self._backwards.forget()
 
     def remove(self) -> None:
@@ -255,59 +252,42 @@ class ClosingPhase:
         elif strength == 1 and self.scaler is None:
             return
         self._set = *settings, Changes.count
-        for states in self._states():
+        for memory in self._memories():
+            states = memory.states
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * strength] * len(states))
             if self.scaler is not None:
                 torch._foreach_copy_([state.scale for state in states], [self.scaler.scale(one)] * len(states))
 
-    def _states(self) -> list[list[ClosingState]]:
-        """The states of the norms, one list per device and dtype."""
+    def _memories(self) -> list[ClosingMemory]:
+        """The memory of the norms, one per device and dtype."""
         if self._known is None or self._known[0] != Changes.count:
             found: dict[object, list[ClosingState]] = {}
             for state in (norm.closing for norm in self._norms if norm.closes):
                 found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
             self._known = Changes.count, list(found.values())
-        return self._known[1]
+        return [ClosingMemory.of(states) for states in self._known[1]]
 
-    def _update(self, states: list[ClosingState]) -> Tensor:
+    def _update(self, memory: ClosingMemory) -> Tensor:
         """In few operations on all norms. No value leaves the device, so a CUDA graph can contain it.
 
-        Returns how many backwards reached each channel, on all ranks together.
+        Returns how many backwards reached each norm on a rank.
         """
-        probes = [state.probe.grad for state in states if state.probe.grad is not None]
-        old = torch.cat([state.averages for state in states]).t()
-        sums = torch.cat(probes).double().t()  # the number of backwards must not be rounded
-        torch._foreach_zero_(probes)
-        group = self._ranks.group()
+        sums, group = memory.sums, self._ranks.group()
         if group is not None:
-            sums = sums.contiguous()
             RankGroup(group, _PLACE).add_up(sums)
-        backwards = sums[2]
+        collected, backwards = sums[:, :2], sums[:, 2:]
         self._check(backwards)
-        moves = torch.isfinite(sums).all() & (backwards > 0)
-        new = (sums[:2] / backwards / states[0].scale).to(old.dtype)
-        weight = (1 / (old[2] + 1)).clamp(min=self.momentum)
-        averages = torch.where(moves, torch.lerp(old[:2], new, weight), old[:2])
-        result = torch.stack([*averages, old[2] + moves], 1)
-        widths = [len(state.averages) for state in states]
-        torch._foreach_copy_([state.averages for state in states], list(torch.split(result, widths)))
-        return backwards
-
-    def _of_norms(self, states: list[ClosingState], backwards: Tensor) -> Tensor:
-        """How many backwards reached each norm on a rank."""
-        group = self._ranks.group()
-        ranks = 1 if group is None else distributed.get_world_size(group)
-        first = self._first_channels([len(state.averages) for state in states], backwards.device)
-        return backwards[first] / ranks
-
-    def _first_channels(self, widths: list[int], device: torch.device) -> Tensor:
-        """Where the first channel of each norm is among all channels. Kept, because a copy to the device waits."""
-        known = self._firsts.get(device)
-        if known is None or known[0] != widths:
-            first = torch.tensor([0, *accumulate(widths[:-1])], device=device)
-            known = self._firsts[device] = widths, first
-        return known[1]
+        averages, steps = memory.averages[:, :2], memory.averages[:, 2:]
+        whole = sums.sum()
+        moves = backwards + (whole - whole) > 0  # a difference of NaN or Inf is NaN
+        new = collected / (backwards * memory.states[0].scale)
+        weight = steps.add(1).reciprocal_().clamp_(min=self.momentum)
+        averages.lerp_(torch.where(moves, new, averages), weight)
+        steps.add_(moves)
+        reached = backwards.index_select(0, memory.firsts).squeeze(1)
+        sums.zero_()
+        return reached if group is None else reached / distributed.get_world_size(group)
 
     def _check(self, backwards: Tensor) -> None:
         """Warn in the first step if no backward was collected. Only then, because it waits for the device."""

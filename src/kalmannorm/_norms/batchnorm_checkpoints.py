@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from kalmannorm._norms.closing import SAVED
+from kalmannorm._norms.closing_state import SAVED
 
 BATCHNORM = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 SOURCES = {"observed_mean": "running_mean", "observed_var": "running_var"}

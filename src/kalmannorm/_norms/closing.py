@@ -25,12 +25,10 @@ The result is the gradient of no function. So it has no second derivative, and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kalmannorm import _filter as kalman
@@ -41,94 +39,8 @@ from kalmannorm.moments import Moments
 
 R_MAX, D_MAX = 3.0, 5.0
 """The limits at λ = 0."""
-SAVED = ("strength", "fading", "averages")
-"""What a state dict contains of a `ClosingState`."""
 Affine = tuple[Tensor | None, Tensor | None]
 """γ and β, each (C,) or (G, C)."""
-
-
-class ClosingState(nn.Module):
-    """What a norm needs in the closing phase. `ClosingPhase` in `_model/closing.py` changes it after every step.
-
-    Its tensors are in the state dict, but they are no buffers. Averages of a model (EMA, SWA) pair their buffers with
-    those of the model by their order, and they may have been made before the phase began.
-    """
-
-    strength: Tensor
-    """λ"""
-    averages: Tensor
-    """(C, 3): the averages of Σ g and Σ g z, without the factor of a GradScaler, and the number of steps in them."""
-    scale: Tensor
-    """The factor of the GradScaler. It is not saved."""
-    present: float = 0.0
-    """κ"""
-    fading: Tensor | None
-    """Exists if the prior of a Kalman norm fades while λ rises. A checkpoint contains it for this reason."""
-    settled: bool = False
-    """Whether λ is 1. Python must know it without reading the device. Use `GroupedNorm.settle_closing` to set it."""
-    probe: Tensor
-    """Zeros (C, 3). Their gradient is the sum over backwards of Σ g and Σ g z, and the number of backwards.
-
-    As a gradient it is summed by autograd like the gradients of the parameters. It belongs to no optimizer.
-    """
-
-    def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.present, self.settled = 0.0, False
-        self.strength = torch.zeros((), device=device, dtype=dtype)
-        self.fading = None
-        self.averages = torch.zeros(channels, 3, device=device, dtype=dtype)
-        self.scale = torch.ones((), device=device, dtype=dtype)
-        self._renew()
-
-    @property
-    def fades(self) -> bool:
-        return self.fading is not None
-
-    def set_fades(self, fades: bool) -> None:
-        self.fading = torch.ones_like(self.strength) if fades else None
-
-    def saved(self) -> dict[str, Tensor]:
-        """The tensors in its state dict, by name."""
-        return {name: tensor for name in SAVED if (tensor := getattr(self, name)) is not None}
-
-    @contextmanager
-    def _as_buffers(self, *more: str) -> Iterator[None]:
-        """Its saved tensors as buffers, so that torch saves, loads and moves them."""
-        names = (*SAVED, *more)
-        try:
-            for name in names:
-                self._buffers[name] = self.__dict__.pop(name)
-            yield
-        finally:
-            for name in names:
-                self.__dict__[name] = self._buffers.pop(name)
-
-    def _save_to_state_dict(self, *arguments: Any) -> None:
-        with self._as_buffers():
-            super()._save_to_state_dict(*arguments)
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        with self._as_buffers():
-            super()._load_from_state_dict(*arguments)
-
-    def _renew(self) -> None:
-        self.probe = torch.zeros_like(self.averages).requires_grad_()
-        # From the beginning, and never removed: a CUDA graph adds to the same memory in every replay.
-        self.probe.grad = torch.zeros_like(self.averages)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClosingState:
-        with self._as_buffers("scale"):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._renew()
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "probe"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._renew()
 
 
 class Target(NamedTuple):

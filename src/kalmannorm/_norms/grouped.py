@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kalmannorm._groups import group_count, group_size, lone_last, statistics_dtype
-from kalmannorm._norms.closing import Affine, ClosingState, Target, corrected, normalize_closing, refuse_transforms
+from kalmannorm._norms.closing import Affine, Target, corrected, normalize_closing, refuse_transforms
+from kalmannorm._norms.closing_state import ClosingState
 from kalmannorm._norms.distributed import (
     LayerName,
     ProcessGroupChoice,

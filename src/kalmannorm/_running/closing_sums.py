@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from kalmannorm._running.bundling import Part
 from kalmannorm._support.changes import Changes
@@ -29,45 +30,78 @@ def settled_states(part: Part) -> States:
     return known[1]
 
 
+def idle_gains(part: Part) -> dict[int, Tensor]:
+    """Gains of norms whose priors have faded, by place in the bundle. They are not read any more."""
+    gains = dict[int, Tensor]()
+    for place, call in enumerate(part.calls):
+        norm = call.norm.module() if call.faded else None
+        gain = None if norm is None else norm._parameters.get("gain_logit")
+        if gain is not None and gain.requires_grad:
+            gains[place] = gain
+    return gains
+
+
 class Collecting:
     """One forward of a bundle with settled norms. `ran` are those that ran on the short way: the others collect alone.
 
-    The probes are inputs of the bundle's node, and a backward adds to their gradients.
+    Probes and idle gains are inputs of the bundle's node. A backward adds to the gradients of the probes. The gains of
+    norms that ran get gradients of zero, because DDP waits for a gradient of each.
     """
 
-    def __init__(self, states: States) -> None:
-        self.places = [*states]
-        self.probes = [state.probe for state in states.values()]
+    def __init__(self, states: States, gains: dict[int, Tensor]) -> None:
+        self.places, self.states, self.gains = [*states], [*states.values()], gains
+        self.probes = [state.probe for state in self.states]
+        self.inputs = [*self.probes, *gains.values()]
         self.ran = set[int]()
 
-    def gradients(self, node: Any, whole: Tensor | None, widths: list[int], arrived: Sequence[bool]) -> list[Any]:
-        """Gradients of the probes. `whole` is that of the rows, (5, channels). `arrived`: whether a norm got one.
-
-        In a usual backward they are added here to those of before, and None is returned.
-        """
-        pairs = enumerate(self.places)
-        found = {number: place for number, place in pairs if place in self.ran and arrived[place]}
-        nothing: list[Any] = [None] * len(self.probes)
-        if whole is None or not found:
-            return nothing
+    def gradients(self, whole: Tensor | None, widths: list[int], arrived: Sequence[bool]) -> list[Any]:
+        """Gradients of `inputs`. `whole` is that of the rows, (5, channels). `arrived`: whether a norm got one."""
+        reached = {place for place in self.ran if arrived[place]}
+        if whole is None or not reached:
+            return [None] * len(self.inputs)
         with torch.no_grad():
-            sums = torch.stack([whole[1], whole[0], torch.ones_like(whole[0])], 1).to(self.probes[0].dtype)
-            parts = sums.split_with_sizes(widths)
-            before = [grad for number in found if (grad := self.probes[number].grad) is not None]
-            if len(before) == len(found) and _adds_up(node):
-                torch._foreach_add_(before, [parts[place] for place in found.values()])
-                return nothing
+            return [*self._of_probes(whole, widths, reached), *self._of_gains(reached)]
+
+    def _of_probes(self, whole: Tensor, widths: list[int], reached: set[int]) -> list[Any]:
+        """In a usual backward they are added here to those of before, and None is returned."""
+        found = {number: place for number, place in enumerate(self.places) if place in reached}
+        nothing: list[Any] = [None] * len(self.probes)
+        sums = torch.stack([whole[1], whole[0], torch.ones_like(whole[0])], 1).to(self.probes[0].dtype)
+        adds_up, memory = _adds_up(self.probes[-1]), self.states[0].memory
+        if adds_up and memory is not None and len(found) == len(widths) and memory.add(self.states, sums):
+            return nothing
+        parts = sums.split_with_sizes(widths)
+        before = [grad for number in found if (grad := self.probes[number].grad) is not None]
+        if adds_up and len(before) == len(found):
+            torch._foreach_add_(before, [parts[place] for place in found.values()])
+            return nothing
         for number, place in found.items():
             nothing[number] = parts[place]
         return nothing
 
+    def _of_gains(self, reached: set[int]) -> list[Tensor | None]:
+        if not self.gains:
+            return []
+        zeros = zip(self.gains, _zeros_like([*self.gains.values()]), strict=True)
+        return [zero if place in reached else None for place, zero in zeros]
 
-def _adds_up(node: Any) -> bool:
-    """Whether this backward adds up gradients at the probes, the last inputs of the node.
+
+def _zeros_like(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Zeros for each, in one memory if all have the same dtype and device."""
+    if len({(each.dtype, each.device) for each in parameters}) > 1:
+        return [torch.zeros_like(each) for each in parameters]
+    sizes = [each.numel() for each in parameters]
+    parts = parameters[0].new_zeros(sum(sizes)).split_with_sizes(sizes)
+    pairs = zip(parts, parameters, strict=True)
+    return [part if each.dim() == 1 else part.view(each.shape) for part, each in pairs]
+
+
+def _adds_up(probe: Tensor) -> bool:
+    """Whether this backward adds up gradients at a probe.
 
     `torch.autograd.grad` and `backward(inputs=...)` do not, or they return the gradients.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(node.next_functions[-1][0]))
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(probe).node))
     except RuntimeError:  # torch.autograd.grad, for the probes
         return False

@@ -28,7 +28,7 @@ from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
 from kalmannorm._running.bundling import Call, Fitting, Part, form_of, parts_of
-from kalmannorm._running.closing_sums import Collecting, settled_states
+from kalmannorm._running.closing_sums import Collecting, idle_gains, settled_states
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program
@@ -209,7 +209,7 @@ class PriorBundles:
             return
         states = settled_states(part) if torch.is_grad_enabled() else {}
         if states:
-            collecting = results.collecting[number] = Collecting(states)
+            collecting = results.collecting[number] = Collecting(states, idle_gains(part))
             outputs = self._outputs(number, tensors, groups_in(part, context), context, collecting)
         else:
             outputs = self._outputs(number, tensors, groups_in(part, context), context)
@@ -238,7 +238,7 @@ class PriorBundles:
         with full_precision(context.device), on_device_of(tensors[0]):
             if collecting is not None:
                 return _bundled(
-                    bundle, run, context.dtype, groups, fitting, collecting, *tensors, *collecting.probes
+                    bundle, run, context.dtype, groups, fitting, collecting, *tensors, *collecting.inputs
                 )  # fmt: skip
             if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
                 return _bundled(bundle, run, context.dtype, groups, fitting, None, *tensors)
@@ -379,16 +379,16 @@ class _Bundled(torch.autograd.Function):
         bundle, tensors, collecting = ctx.bundle, ctx.tensors, ctx.collecting
         norms, others = len(bundle.norms), len(bundle.results) - len(bundle.norms)
         nothing, device = [None] * 6, tensors[0].device
-        whole, probes = None, list[Any]()
+        whole, further = None, list[Any]()
         if collecting is not None:
             with torch.no_grad():
                 whole = summed(bundle, grads[:norms])
-            probes = collecting.gradients(ctx, whole, bundle.widths, [grad is not None for grad in grads[:norms]])
+            further = collecting.gradients(whole, bundle.widths, [grad is not None for grad in grads[:norms]])
         if not bundle.copies and [tensor._version for tensor in tensors] != ctx.versions:
             raise RuntimeError(CHANGED)
         with full_precision(device), on_device_of(tensors[0]):
             if torch.is_grad_enabled():
-                return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads), *probes
+                return *nothing, *differentiated(bundle, tensors, ctx.dtype, ctx.groups, grads), *further
             if ctx.kept is None:
                 with torch.no_grad():
                     made = ctx.run.forward(bundle, tensors, ctx.dtype, device, True)
@@ -398,7 +398,7 @@ class _Bundled(torch.autograd.Function):
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
             whole = summed(bundle, grad_rows) if whole is None else whole
-            return *nothing, *ctx.run.backward(bundle, tensors, kept, ctx.state, whole, pairs, asked), *probes
+            return *nothing, *ctx.run.backward(bundle, tensors, kept, ctx.state, whole, pairs, asked), *further
 
 
 _bundled: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Bundled).apply

@@ -14,7 +14,7 @@ part of the key of what is prepared. The addresses of buffers and parameters are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,13 @@ from torch.autograd import forward_ad
 from kalmannorm._groups import lone_last, statistics_dtype
 from kalmannorm._ops.dispatch import row_kernels_for, settled_row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
-from kalmannorm._ops.normalize.row_kernels import Memory, RowKernels, Scratch
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._ops.normalize.settled_rows import normalize_settled
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Call, Part
-from kalmannorm._running.closing_sums import Collecting, settled_states
+from kalmannorm._running.closing_sums import Collecting, States, settled_states
 from kalmannorm._running.layouts import Layout
 from kalmannorm._running.prior_bundles import PriorBundles, Results, groups_in
 from kalmannorm._running.tracking_together import Update, track_together
@@ -124,7 +124,7 @@ class ShortPart:
 class Block:
     """The rows and the moments of one bundle in one forward.
 
-    `settled`: the places of norms at the end of a closing phase. With gradients, `collecting` is for what they collect.
+    `settled`: the norms at the end of a closing phase. With gradients, `collecting` is for what they collect.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class Block:
         rows: Sequence[Tensor],
         groups: Sequence[int],
         x: Tensor,
-        settled: Container[int] = (),
+        settled: States | None = None,
         collecting: Collecting | None = None,
     ) -> None:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
-        self.settled, self.collecting = settled, collecting
+        self.settled, self.collecting = settled or {}, collecting
         self.layout = part.layout(groups, bool(settled))
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.device = x.device
@@ -145,16 +145,17 @@ class Block:
         self.memory = Memory(self.moments, Scratch())
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
-        self.expected: dict[int, Tensor] = {}  # by index of a settled norm: averages of gradients, in units of the loss
+        self.expected: tuple[Any, Tensor] | None = None  # a `ClosingMemory`, and its averages in units of the loss
 
-    def averages(self, index: int) -> Tensor:
+    def averages(self, index: int) -> Expected:
         """The averages of gradients of a settled norm. Those of all norms are scaled together."""
-        if index not in self.expected:
-            norms = {place.index: norm for place in self.part.places.values() if (norm := _closing(place)) is not None}
-            states = [norm.closing for norm in norms.values()]
-            scaled = torch._foreach_mul([state.averages for state in states], [state.scale for state in states])
-            self.expected = dict(zip(norms, scaled, strict=True))
-        return self.expected[index]
+        state = self.settled[index]
+        memory = state.memory
+        if memory is None or (row := memory.row_of(state)) is None:
+            return Expected(state.averages * state.scale)
+        if self.expected is None or self.expected[0] is not memory:
+            self.expected = memory, memory.expected()
+        return Expected(self.expected[1], row)
 
 
 def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:
@@ -263,19 +264,21 @@ class ShortForward:
         index, region = place.index, segment if norm.rebuilds else None
         rows = block.rows[index]
         if place.settled:
-            collecting, buffers, like = block.collecting, norm._buffers, block.moments
+            collecting, buffers, dtype, device = block.collecting, norm._buffers, rows.dtype, rows.get_device()
             if index not in block.settled or (block.gradients and collecting is None):
                 return None
             mean, var = running = buffers["running_mean"], buffers["running_var"]
             # Callers may exchange buffers without a notice, and kernels read them from their addresses on.
-            if (mean.dtype, var.dtype) != (like.dtype, like.dtype) or (mean.device, var.device) != (x.device, x.device):
+            if mean.dtype is not dtype or var.dtype is not dtype or mean.get_device() != device:
                 return None
-            if norm.rebuilds or segment is not OUTSIDE or not (mean.is_contiguous() and var.is_contiguous()):
+            if var.get_device() != device or not mean.is_contiguous() or not var.is_contiguous():
                 return None
-            start, averages = block.layout.starts[index], block.averages(index)
+            if norm.rebuilds or segment is not OUTSIDE:
+                return None
             if collecting is not None:
                 collecting.ran.add(index)
-            return normalize_settled(x, rows, residual, kernels, block.memory, start, running, averages)
+            start = block.layout.starts[index]
+            return normalize_settled(x, rows, residual, kernels, block.memory, start, running, block.averages(index))
         return normalize(x, rows, residual, kernels, block.memory, block.layout.starts[index], region)
 
     def _again(self, place: Place, block: Block, kernels: Any) -> Callable[[Tensor, Tensor | None, Any], Tensor]:
@@ -310,8 +313,6 @@ class ShortForward:
             return None
         if self._sharded(part):
             return None
-        if torch.is_grad_enabled():
-            rows = _with_idle_gains(rows, part.calls)
         given = ShortPart.of(part, self.bundles.learned), rows, groups, x
         return Block(*given, settled_states(part), results.collecting.get(number))
 
@@ -365,56 +366,6 @@ def prepare(
     options |= {"residual": residual is not None, "relu": relu, "pitch": block.part.pitch}
     kernels: RowKernels = kind(x, size, norm.eps, **options)
     return kernels
-
-
-class _Idle(torch.autograd.Function):
-    """Rows as they are. The gains of norms that ran get gradients of zero, because DDP waits for a gradient of each."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        rows, ctx.gains = given[: len(given) // 2], given[len(given) // 2 :]
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        zeros = _zeros_like(ctx.gains)
-        return *grads, *[None if grad is None else zero for grad, zero in zip(grads, zeros, strict=True)]
-
-
-_idle: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Idle).apply
-"""`_Idle.apply` without its checks for `torch.func`, under which no norm takes the short way."""
-
-
-def _zeros_like(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros for each, in one memory if all have the same dtype and device."""
-    first = parameters[0]
-    if any((each.dtype, each.device) != (first.dtype, first.device) for each in parameters):
-        return [torch.zeros_like(each) for each in parameters]
-    sizes = [each.numel() for each in parameters]
-    whole = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-    parts = whole.split_with_sizes(sizes)
-    return [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
-
-
-def _with_idle_gains(rows: list[Tensor], calls: Sequence[Call]) -> list[Tensor]:
-    """The rows of a bundle, as those of norms whose priors have faded: their gains are not read any more."""
-    gains = {
-        place: gain
-        for place, call in enumerate(calls)
-        if call.faded and (gain := getattr(call.norm.module(), "gain_logit", None)) is not None and gain.requires_grad
-    }
-    if gains:
-        rows = [*rows]
-        for place, own in zip(gains, _idle(*[rows[place] for place in gains], *gains.values()), strict=True):
-            rows[place] = own
-    return rows
-
-
-def _closing(place: Place) -> Any:
-    """The norm of a place, if it is in a closing phase."""
-    norm: Any = place.call.norm.module()
-    return norm if norm is not None and norm.closes else None
 
 
 def _track(block: Block) -> None:

@@ -15,7 +15,7 @@ from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
 from kalmannorm._ops.normalize.arguments import Inputs, Results, SettledInputs
 from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.row_kernels import Memory, Scratch
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, Scratch
 from support.op_arguments import channels_last, relative_error
 from support.poisoned import poison
 from support.settled_cases import Case, doubled, inputs_of, results
@@ -154,14 +154,14 @@ def test_settled_rows_as_pytorch_operations(last, residual, relu):
     spread = rows.unsqueeze(1).expand(-1, groups, -1)
     running, averages = (
         (torch.randn(channels).double(), torch.rand(channels).double() + 0.5),
-        torch.randn(channels, 3).double(),
+        torch.randn(channels + 2, 3).double(),  # of other norms too
     )
     grad, found = torch.randn_like(x), []
     for kind in (AtenSettledRows, native_settled.NativeSettledRows):
         kernels = kind(x, 2, 1e-5, residual=residual, relu=relu, pitch=channels)
         memory = Memory(torch.full((4 * groups * channels + 2 * channels + 3,), float("nan")).double(), Scratch())
         y = kernels.settle(x, spread, inputs.residual, running, memory, 3)
-        saved = x, y if kernels.keeps_output else None, spread, averages
+        saved = x, y if kernels.keeps_output else None, spread, Expected(averages, 2)
         dx, d_rows, d_residual = kernels.differentiate(grad, saved, memory, 3)
         found.append([y, memory.moments[3:], dx, d_rows.sum(1), dx if d_residual is None else d_residual])
     assert torch.equal(found[0][0], found[1][0])

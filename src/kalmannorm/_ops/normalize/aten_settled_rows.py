@@ -56,13 +56,13 @@ def through_the_op(
     backward: Callable[[SettledGrads], list[Tensor]],
 ) -> SettledGradients:
     """The backward with the interface of `aten_settled.backward`. All groups have the same rows."""
-    x, y, rows, averages = saved
+    x, y, rows, expected = saved
     kept, observation = kept_of(kernels, moments, start), kernels.moments(moments, start)[2:]
     weight, bias, mean, var, gain = rows[:, 0]
     asks = y is not None and kernels.residual
     given = SettledGrads(  # type: ignore[call-arg]
-        grad_y, x, y, mean.unsqueeze(0), var.unsqueeze(0), gain, weight, bias, *kept, *observation, averages,
-        None, None, None, None, kernels.size, kernels.relu, asks,
+        grad_y, x, y, mean.unsqueeze(0), var.unsqueeze(0), gain, weight, bias, *kept, *observation,
+        expected.of(kernels.channels), None, None, None, None, kernels.size, kernels.relu, asks,
     )  # fmt: skip
     dx, d_weight, d_bias, _, *rest = backward(given)
     d_residual = rest.pop(0) if asks else grad_y if kernels.residual else None

@@ -78,7 +78,7 @@ class NativeSettledRows(NativeRows):
         return y
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
-        x, y, rows, averages = saved
+        x, y, rows, expected = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
@@ -89,7 +89,7 @@ class NativeSettledRows(NativeRows):
         given = Backward(
             grad_y.data_ptr(), x.data_ptr(), native.address(y), moments,
             self._rows(rows), (None,) * 4, dx.data_ptr(), native.address(d_residual), d_rows.data_ptr(), centre,
-            centre + self.channels * self.bytes, averages.data_ptr(), None,
+            centre + self.channels * self.bytes, expected.address(), None,
         )  # fmt: skip
         self.run_settled(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         if self.residual and d_residual is None:

@@ -54,9 +54,22 @@ class RowKernels(Protocol):
 Pair = tuple[Tensor, Tensor]
 
 
-SettledSaved = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""What the backward of a settled norm reads: x, y if its sign is the mask of the ReLU, the rows, and the averages
-(C, 3). A plain tuple, because it is made in every step."""
+class Expected(NamedTuple):
+    """The averages of gradients of many norms, (rows, 3), in units of the loss. A norm has C rows, from `row` on."""
+
+    whole: Tensor
+    row: int = 0
+
+    def of(self, channels: int) -> Tensor:
+        return self.whole[self.row : self.row + channels]
+
+    def address(self) -> int:
+        return self.whole.data_ptr() + 3 * self.row * self.whole.element_size()
+
+
+SettledSaved = tuple[Tensor, Tensor | None, Tensor, Expected]
+"""What the backward of a settled norm reads: x, y if its sign is the mask of the ReLU, the rows, and the averages. A
+plain tuple, because it is made in every step."""
 SettledGradients = tuple[Tensor, Tensor, Tensor | None]
 """Gradients of x, of the rows (5, G, C) and of the residual."""
 

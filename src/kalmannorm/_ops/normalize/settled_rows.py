@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kalmannorm._ops.normalize import registered_settled
 from kalmannorm._ops.normalize.aten_settled_rows import through_the_op
 from kalmannorm._ops.normalize.registered import watched
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledRowKernels
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, Pair, SettledRowKernels
 
 
 class Settle(torch.autograd.Function):
@@ -24,11 +24,14 @@ class Settle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, residual: Tensor | None, run: Any) -> Tensor:
-        kernels, memory, start, running, averages = run
+        kernels, memory, start, running, expected = run
         y = kernels.settle(x, rows, residual, running, memory, start)
-        ctx.run = kernels, memory.scratch, start
+        ctx.run = kernels, memory.scratch, start, expected
         # As in `rows.py`: a backward frees what was saved, even if the graph lives on.
-        ctx.save_for_backward(x, rows, memory.moments, averages, y if kernels.keeps_output else None)
+        if kernels.keeps_output:
+            ctx.save_for_backward(x, rows, memory.moments, y)
+        else:
+            ctx.save_for_backward(x, rows, memory.moments)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -37,9 +40,9 @@ class Settle(torch.autograd.Function):
 
 
 def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    kernels, scratch, start = ctx.run
-    x, rows, moments, averages, y = ctx.saved_tensors
-    saved = x, y, rows, averages
+    kernels, scratch, start, expected = ctx.run
+    x, rows, moments, *rest = ctx.saved_tensors
+    saved = x, rest[0] if rest else None, rows, expected
     if grad_y.__class__ is not Tensor or watched(x):
         gradients = through_the_op(kernels, grad_y, saved, moments, start, registered_settled.backward)
     else:
@@ -66,7 +69,7 @@ def normalize_settled(
     memory: Memory,
     start: int,
     running: Pair,
-    averages: Tensor,
+    expected: Expected,
 ) -> Tensor:
-    """y. `running` are mean and variance, `averages` the expected sums in units of this loss, all of this forward."""
-    return _apply(x, rows, residual, (kernels, memory, start, running, averages))
+    """y. `running` are mean and variance. They and the averages are those of this forward."""
+    return _apply(x, rows, residual, (kernels, memory, start, running, expected))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved, kept_of
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, Pair, SettledGradients, SettledSaved, kept_of
 from kalmannorm._ops.normalize.tiling import settling, shape_of
 from kalmannorm._ops.normalize.triton_rows import NOTHING, Places, Shares, Step, aligned, direct, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
@@ -121,7 +121,7 @@ class TritonSettledRows:
         return own, [At(memory, behind), At(memory, behind + self.channels)]
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
-        x, y, rows, averages = saved
+        x, y, rows, expected = saved
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
@@ -129,13 +129,13 @@ class TritonSettledRows:
         d_residual = torch.empty_like(x) if self.keeps_output else None
         launches = self.backward_direct
         grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
-        averages_at, y_at = averages.data_ptr(), None if y is None else y.data_ptr()
+        averages_at, y_at = expected.address(), None if y is None else y.data_ptr()
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
         if not launches or odd or rows_at % ALIGNED != self.rows_offset:
             given = self._backward_arguments(grad_y, saved, (dx, d_rows, d_residual), memory.moments, start)
             run(self.backward_launches, given)  # checked; they build the kernels
-            if aligned(grad_y, x, y, dx, d_residual, averages):
+            if averages_at % ALIGNED == 0 and aligned(grad_y, x, y, dx, d_residual):
                 self.backward_direct = direct(self.backward_launches, given, self._backward_places(y is not None))
         else:
             shares = self.backward_scratch
@@ -155,11 +155,11 @@ class TritonSettledRows:
         self, grad_y: Tensor, saved: SettledSaved, made: SettledGradients, moments: Tensor, start: int
     ) -> list[tuple[Tensor | None, ...]]:
         """The arguments of each launch of a backward. `made` is memory for the gradients."""
-        x, y, rows, averages = saved
+        x, y, rows, expected = saved
         dx, d_rows, d_residual = made
         d_weight, d_bias, *d_filtered = d_rows.unbind(0)
         kept, seen = kept_of(self, moments, start), self.moments(moments, start)[2:]
-        filtered = *rows.unbind(0), *kept, averages, *seen, *NOTHING, *d_filtered
+        filtered = *rows.unbind(0), *kept, expected.of(self.channels), *seen, *NOTHING, *d_filtered
         if self.backward_scratch is None:
             return [(grad_y, x, y, dx, d_residual, None, *filtered, d_weight, d_bias, None)]
         sums, _ = self.backward_scratch.split(torch.empty(self.backward_scratch.values, device=x.device))
@@ -190,9 +190,9 @@ class TritonSettledRows:
         """The launches of a forward and of its backward, on tensors without memory. `like` has the form of x."""
         residual, masks = like if self.residual else None, like if self.keeps_output else None
         d_rows = torch.empty(rows.shape, device=rows.device)
-        averages, running = rows.new_empty((self.channels, 3)), (rows.new_empty(self.channels),) * 2
+        expected, running = Expected(rows.new_empty((self.channels, 3))), (rows.new_empty(self.channels),) * 2
         yield self.forward_launches, self._forward_arguments(like, like, rows, residual, running, moments, start)
-        saved = like, masks, rows, averages
+        saved = like, masks, rows, expected
         yield self.backward_launches, self._backward_arguments(like, saved, (like, d_rows, masks), moments, start)
 
     def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]:

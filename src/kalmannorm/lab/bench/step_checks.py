@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from kalmannorm._model.accumulate import accumulate_statistics
-from kalmannorm._norms.closing import ClosingState
+from kalmannorm._norms.closing_state import ClosingState
 from kalmannorm._norms.grouped import GroupedNorm
 from kalmannorm.lab.bench.step_contenders import BASELINE, NONE, Case, Contender, Entry, full_float32
 from kalmannorm.lab.bench.timing import Timed
