@@ -32,6 +32,10 @@ from trials.cells import CELLS
 from trials.chosen import LAB, LABELS
 from trials.evidence import SINGLE
 
+FIRST_WORDS, WORDS = 3, 10
+"""Words below a panel: how far the first line is above the axis, and the height of a line, in points."""
+COLUMNS = 4
+"""The most columns of a legend."""
 Scores = Mapping[tuple[str, int], list[float]]
 """Accuracies by method and m, one for each seed. A method without groups has m = 0."""
 LAB_FILES = {
@@ -177,34 +181,49 @@ def own_range(ax: Axes, curves: Curves) -> None:
 
 
 def told_below(ax: Axes, panel: Panel, curves: Curves, looks: Mapping[str, int]) -> None:
-    """The means of points that are below the panel."""
-    at: dict[int, int] = {}
+    """The means of points that are below the panel. Points that are shown stay above these words."""
+    at: dict[int, list[tuple[str, str, int]]] = {}
+    shown: dict[int, list[float]] = {}
     for (name, size), scores in sorted(panel.scores.items(), key=lambda item: statistics.fmean(item[1])):
-        if statistics.fmean(scores) < lowest(panel):
-            m = size or panel.sizes[-1]
-            words = f"↓ {statistics.fmean(scores):.1f}" + ("" if size else f", {LABELS[name]}")
-            shift = 0, 3 + 10 * at.get(m, 0)
-            at[m] = at.get(m, 0) + 1
+        m, mean = size or panel.sizes[-1], statistics.fmean(scores)
+        if mean < lowest(panel):
+            at.setdefault(m, []).append((f"↓ {mean:.1f}" + ("" if size else f", {LABELS[name]}"), name, size))
+        else:
+            shown.setdefault(m, []).append(mean)
+    figure = ax.get_figure()
+    assert figure is not None
+    height = ax.get_position().height * figure.get_size_inches()[1] * 72  # points
+    high = ax.get_ylim()[1]
+    for m, words in at.items():
+        share = (FIRST_WORDS + WORDS * (len(words) + 0.5)) / height
+        least = min(shown.get(m, [high]))
+        ax.set_ylim(min(ax.get_ylim()[0], (least - share * high) / (1 - share)), high)
+    for m, words in at.items():
+        for number, (word, name, size) in enumerate(words):
             place = curves.names.index(str(m)), ax.get_ylim()[0]
+            side = "right" if not size else "center" if place[0] else "left"
+            shift = -FIRST_WORDS if side == "left" else 0, FIRST_WORDS + WORDS * number
             colour = palette.shade(looks[name])
-            side = "center" if size else "right"
-            ax.annotate(words, place, shift, textcoords="offset points", color=colour, ha=side, fontsize=8)
+            ax.annotate(word, place, shift, textcoords="offset points", color=colour, ha=side, fontsize=8)
 
 
 def place_legend(figure: Figure) -> None:
-    """Below the panels, in as many lines as it needs."""
+    """Below the panels, in as many lines as it needs: with so many columns that it is not wider than the figure."""
     legend = figure.legends[0]
     handles, labels = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
     legend.remove()
-    columns = 4
-    extra = 0.2 * (-(-len(labels) // columns) - 1)  # inches
     width, height = figure.get_size_inches()
+    for columns in range(COLUMNS, 0, -1):
+        legend = figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=9)
+        if legend.get_window_extent().width <= width * figure.dpi:
+            break
+        legend.remove()
+    extra = 0.2 * (-(-len(labels) // columns) - 1)  # inches
     figure.set_size_inches(width, height + extra)
     for ax in figure.axes:
         box = ax.get_position()
         grown = (box.y0 * height + extra) / (height + extra), box.height * height / (height + extra)
         ax.set_position((box.x0, grown[0], box.width, grown[1]))
-    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def recolour(figure: Figure, theme: Theme) -> None:

@@ -22,7 +22,7 @@ from results_words import Difference, compared, difference, paragraph, said, sig
 from scipy import stats
 
 from support.evidence_rows import accuracy, record, records
-from trials import chosen, table
+from trials import chosen
 from trials.evidence import EVIDENCE, ablations, methods
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -350,24 +350,23 @@ def test_what_the_page_for_deciding_says_of_small_batches():
     low, high = (" and ".join(part) + " points" for part in (ahead[:2], ahead[2:]))
     told = f"it was {low} above BKN at a low learning rate, and {high} at four times this rate (one seed)"
     assert f"In true batches of 2 and 1 on CIFAR-10 {told}" in page
-    points = chosen.small_points()
-    ahead = [
-        statistics.fmean(points["mabn", batch].tested().values())
-        - max(statistics.fmean(points[form, batch].tested().values()) for form in ("bkn", "bkn-ws"))
-        for batch in (4, 2)
-    ]
-    told = f"it was [{ahead[0]:.1f} and {ahead[1]:.1f} points above BKN](results.md#true-small-batches)"
-    assert f"{told} in batches of 4 and 2 (one seed)" in page
-    rows = [row for row in table.records() if row["round"] == "small"]
-    for batch in (4, 2):
-        found = {}
-        for row in rows:
-            if row["batch"] == batch:
-                score = row["tested"]["population"]
-                kinds = found.setdefault(row["rate"], {})
-                kinds[row["form"]["kind"]] = max(score, kinds.get(row["form"]["kind"], 0))
-        assert len(found) == 3 and all(kinds["moving"] > kinds["kalman"] for kinds in found.values())
-        assert {points[form, batch].score.setting.rate for form in ("mabn", "bkn-ws")} == {min(found)}
+    points, ahead, seeds = chosen.small_points(), {}, {}
+    for batch in (4, 2, 1):
+        moving, *bkn = (points[form, batch].tested() for form in ("mabn", "bkn", "bkn-ws"))
+        ahead[batch] = statistics.fmean(moving.values()) - max(statistics.fmean(each.values()) for each in bkn)
+        seeds[batch] = {len(moving), *map(len, bkn)}
+    told = f"it was [{ahead[4]:.1f} and {ahead[2]:.1f} points above BKN](results.md#true-small-batches)"
+    told += f" in batches of 4 and 2 (3 seeds), and {ahead[1]:.1f} points in batches of 1 (one seed)"
+    assert told in page
+    assert seeds == {4: {3}, 2: {3}, 1: {1}}
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"{min(ahead.values()):.1f} to {max(ahead.values()):.1f} points above BKN (3 seeds; one in batches of 1)"
+        in readme
+    )
+    for batch in (4, 2, 1):
+        recipe, *others = (statistics.fmean(points[form, batch].tested().values()) for form in ("bkn-ws", "bn", "gn"))
+        assert recipe > max(others)
 
 
 def test_standard_errors():
