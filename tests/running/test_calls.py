@@ -16,7 +16,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTra
 import kalmannorm
 from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._ops import dispatch
-from support.short_way import count_short, use_kernels_on_the_cpu
+from support.no_launches import no_launches
+from support.short_way import count_short
 
 pytest.importorskip("triton")
 PACKAGE = str(Path(kalmannorm.__file__).parent)
@@ -25,17 +26,9 @@ NORMS = 53  # of ResNet-50
 
 @pytest.fixture(autouse=True)
 def _no_launches(monkeypatch):
-    """Launches do nothing, as if all kernels were built."""
-    from kalmannorm._ops.propagate import triton_bundle
-    from kalmannorm._ops.triton_launching import Ready
-
     if torch.cuda.is_available():
         pytest.skip("kernels would really run")
-    use_kernels_on_the_cpu(monkeypatch)
-    monkeypatch.setattr("kalmannorm._running.prior_bundles.runner", lambda *_: triton_bundle)
-    monkeypatch.setattr(Ready, "__call__", lambda self, *given: None)
-    monkeypatch.setattr(Ready, "direct", lambda self, *given: lambda stream, *addresses: None)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    no_launches(monkeypatch)
 
 
 def calls_of(work):
