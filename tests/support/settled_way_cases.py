@@ -381,3 +381,13 @@ def test_a_norm_on_the_long_way_collects_once(monkeypatch):
     last = list(norms(model))[-1][1]
     monkeypatch.setattr(ShortForward, "normalize", some)
     cases.assert_same(own_step(model, x), expected)
+
+
+def test_one_group(monkeypatch):
+    """Kernels then write the gradients of all rows into one memory."""
+    _, x, taken = cases.one_group(monkeypatch)
+    model, _ = cases.small(statistics_batch_size=4)
+    settle(model, fade_prior=True)
+    found = step(model, x)
+    assert taken and cases.shares_rows(taken)
+    cases.assert_same(found, the_long_way(monkeypatch, step, model, x))

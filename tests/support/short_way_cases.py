@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from kalmannorm import GhostBatchNorm2d, accumulate_statistics, freeze_statistics
 from kalmannorm._model.settings import norms
+from kalmannorm._ops import dispatch
+from kalmannorm._ops.normalize.row_kernels import RowGradients
 from support import bundled_nets
 from support.bundled_nets import IMAGE, Blocks, Branches
 from support.poisoned import DEVICE, poison
@@ -111,6 +113,82 @@ def test_residual_and_relu(residual, relu, monkeypatch):
     found = step(model, x)
     assert taken
     assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def one_group(monkeypatch):
+    """A net whose norms have one group each, so kernels write all gradients of rows into one memory. It is listed."""
+    taken, original = [], RowGradients.take
+
+    def take(self, arrived):
+        taken.append(original(self, arrived))
+        return taken[-1]
+
+    monkeypatch.setattr(RowGradients, "take", take)
+    model, x = small(statistics_batch_size=4)
+    return model, x, taken
+
+
+def shares_rows(taken):
+    """With Triton's kernels. Others have memory of their own, and their gradients are copied together."""
+    kernels = dispatch.has_kernels(torch.device(DEVICE)) and "learned" not in OPTIONS.values()
+    return all(each is not None for each in taken) if kernels else taken[-1] is None
+
+
+def test_one_group(monkeypatch):
+    model, x, taken = one_group(monkeypatch)
+    found = step(model, x)
+    assert taken and shares_rows(taken)
+    assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def test_two_backwards_of_one_group(monkeypatch):
+    """The second one must not overwrite what the first one gave to parameters."""
+    model, x, taken = one_group(monkeypatch)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    held = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    (3 * loss).backward()
+    assert shares_rows(taken)
+    for (name, p), old in zip(model.named_parameters(), held, strict=True):
+        assert torch.equal(old, once[name]), name
+        torch.testing.assert_close(p.grad, 3 * old, msg=name)
+
+
+def test_a_backward_of_one_group_that_does_not_reach_the_rows(monkeypatch):
+    """It leaves gradients in the memory, and the next backward writes them anew."""
+    model, x, taken = one_group(monkeypatch)
+    x.requires_grad_()
+    expected = own_step(copy.deepcopy(model), x.detach())
+    taken.clear()
+    y = model(x)
+    loss = y.square().sum() + y.sum()
+    torch.autograd.grad(7 * loss, x, retain_graph=True)
+    assert not taken
+    loss.backward()
+    assert taken and shares_rows(taken)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[f"d {name}"])
+
+
+def test_rows_of_one_group_that_do_not_all_arrive(monkeypatch):
+    """A loss that needs the first norms only."""
+    model, x, taken = one_group(monkeypatch)
+    inner = []
+    model.norm1.register_forward_hook(lambda module, inputs, y: inner.append(y))
+
+    def partial(model):
+        model.zero_grad()
+        inner.clear()
+        model(x)
+        inner[0].square().sum().backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    found = partial(model)
+    assert taken and taken[-1] is None
+    assert_same(found, the_long_way(monkeypatch, partial, model))
 
 
 def test_several_steps(monkeypatch):

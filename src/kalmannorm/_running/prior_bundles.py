@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from kalmannorm._groups import group_count, group_size
 from kalmannorm._ops.dispatch import on_device_of, triton_for
+from kalmannorm._ops.normalize.row_kernels import RowGradients
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.propagate import aten, native_bundle
 from kalmannorm._ops.propagate.aten import Made
@@ -41,6 +42,8 @@ CHANGED = (
     "example by an optimizer; run the forward again before this backward, or call all backwards before the optimizer"
 )
 
+OWN = 7
+"""Arguments of a bundle's node before its tensors."""
 Affine = tuple[Tensor | None, Tensor | None]
 """γ and β."""
 
@@ -71,6 +74,7 @@ class Results(dict[int, Any]):
         super().__init__()
         self.rows: dict[int, Tensor] = {}
         self.collecting: dict[int, Collecting] = {}  # by number of the bundle
+        self.gradients: dict[int, RowGradients] = {}  # likewise, if its norms share memory for gradients of rows
         self.checked = False
         self.tried: set[int] = set()
 
@@ -207,12 +211,15 @@ class PriorBundles:
             return
         if not tensors:  # none fit, or no norm has γ or β
             return
-        states = settled_states(part) if torch.is_grad_enabled() else {}
-        if states:
-            collecting = results.collecting[number] = Collecting(states, idle_gains(part))
-            outputs = self._outputs(number, tensors, groups_in(part, context), context, collecting)
-        else:
-            outputs = self._outputs(number, tensors, groups_in(part, context), context)
+        groups, collecting, gradients = groups_in(part, context), None, None
+        if torch.is_grad_enabled():
+            states = settled_states(part)
+            if states:
+                collecting = results.collecting[number] = Collecting(states, idle_gains(part))
+            gradients = RowGradients.fitting(part.bundle.widths, groups)
+            if gradients is not None:
+                results.gradients[number] = gradients
+        outputs = self._outputs(number, tensors, groups, context, collecting, gradients)
         calls, steps = len(part.calls), len(part.steps)
         for call, rows in zip(part.calls, outputs[:calls], strict=True):
             results.rows[call.identity] = rows
@@ -225,7 +232,8 @@ class PriorBundles:
         tensors: list[Tensor],
         groups: list[int],
         context: Context,
-        collecting: Collecting | None = None,
+        collecting: Collecting | None,
+        gradients: RowGradients | None,
     ) -> Sequence[Tensor]:
         """The rows of the norms (5, G, C), then the means and the variances of the other results."""
         part = self.parts[number]
@@ -236,12 +244,10 @@ class PriorBundles:
         if run is None:
             run = fitting.runs[context.dtype] = runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
-            if collecting is not None:
-                return _bundled(
-                    bundle, run, context.dtype, groups, fitting, collecting, *tensors, *collecting.inputs
-                )  # fmt: skip
-            if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-                return _bundled(bundle, run, context.dtype, groups, fitting, None, *tensors)
+            further = [] if collecting is None else collecting.inputs
+            if torch.is_grad_enabled() and (further or True in [tensor.requires_grad for tensor in tensors]):
+                given = bundle, run, context.dtype, groups, fitting, collecting, gradients
+                return _bundled(*given, *tensors, *further)
             keep = context.device.type == "cpu" and not any(tensor.is_inference() for tensor in tensors)
             known = self.cached.get(number) if keep else None
             if known is not None and _same(known, tensors):
@@ -360,10 +366,12 @@ class _Bundled(torch.autograd.Function):
         groups: Sequence[int],
         fitting: Fitting,
         collecting: Collecting | None,
+        gradients: RowGradients | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.collecting, wanted, last = collecting, list(ctx.needs_input_grad[6:]), fitting.last
+        ctx.collecting, ctx.gradients = collecting, gradients
+        wanted, last = list(ctx.needs_input_grad[OWN:]), fitting.last
         if collecting is not None:
             tensors, wanted = tensors[: len(bundle.masks)], wanted[: len(bundle.masks)]
         known = last[1] if last is not None and last[0] == wanted else None
@@ -378,11 +386,11 @@ class _Bundled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         bundle, tensors, collecting = ctx.bundle, ctx.tensors, ctx.collecting
         norms, others = len(bundle.norms), len(bundle.results) - len(bundle.norms)
-        nothing, device = [None] * 6, tensors[0].device
-        whole, further = None, list[Any]()
+        nothing, device = [None] * OWN, tensors[0].device
+        whole, further = None if ctx.gradients is None else ctx.gradients.take(grads[:norms]), list[Any]()
         if collecting is not None:
             with torch.no_grad():
-                whole = summed(bundle, grads[:norms])
+                whole = summed(bundle, grads[:norms]) if whole is None else whole
             further = collecting.gradients(whole, bundle.widths, [grad is not None for grad in grads[:norms]])
         if not bundle.copies and [tensor._version for tensor in tensors] != ctx.versions:
             raise RuntimeError(CHANGED)
@@ -394,7 +402,7 @@ class _Bundled(torch.autograd.Function):
                     made = ctx.run.forward(bundle, tensors, ctx.dtype, device, True)
                 ctx.kept, ctx.state = made.saved, made.state
             kept, ctx.kept = ctx.kept, None
-            asked = asked_of(bundle, ctx.needs_input_grad[6 : 6 + len(tensors)], grads)
+            asked = asked_of(bundle, ctx.needs_input_grad[OWN : OWN + len(tensors)], grads)
             grad_rows, grad_others = grads[:norms], grads[norms:]
             pairs = list(zip(grad_others[:others], grad_others[others:], strict=True))
             whole = summed(bundle, grad_rows) if whole is None else whole

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from kalmannorm._groups import lone_last, statistics_dtype
 from kalmannorm._ops.dispatch import row_kernels_for, settled_row_kernels_for
 from kalmannorm._ops.normalize.registered import memory_format_of
-from kalmannorm._ops.normalize.row_kernels import Expected, Memory, RowKernels, Scratch
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, RowGradients, RowKernels, Scratch
 from kalmannorm._ops.normalize.rows import normalize
 from kalmannorm._ops.normalize.settled_rows import normalize_settled
 from kalmannorm._ops.plain import PLAIN
@@ -135,6 +135,7 @@ class Block:
         x: Tensor,
         settled: States | None = None,
         collecting: Collecting | None = None,
+        gradients: RowGradients | None = None,
     ) -> None:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
         self.settled, self.collecting = settled or {}, collecting
@@ -142,7 +143,9 @@ class Block:
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
         self.device = x.device
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
-        self.memory = Memory(self.moments, Scratch())
+        self.memory = Memory(self.moments, Scratch(gradients))
+        if gradients is not None:
+            gradients.places = self.layout.places
         self.ran = set[int]()
         self.untracked: dict[int, int] = {}  # by index of the norm: values per channel of its x
         self.expected: tuple[Any, Tensor] | None = None  # a `ClosingMemory`, and its averages in units of the loss
@@ -314,7 +317,7 @@ class ShortForward:
         if self._sharded(part):
             return None
         given = ShortPart.of(part, self.bundles.learned), rows, groups, x
-        return Block(*given, settled_states(part), results.collecting.get(number))
+        return Block(*given, settled_states(part), results.collecting.get(number), results.gradients.get(number))
 
     def _sharded(self, part: Part) -> bool:
         """Whether FSDP shards norms of this part in several units. Looked for again if there are other parameters."""

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from kalmannorm._ops.normalize.recipes import Plan, Tensors
+from kalmannorm._ops.propagate.bundle import ROWS
+
+
+class RowGradients:
+    """Memory for the gradients of the rows of all norms of a bundle, (5, 1, channels), in one backward.
+
+    It is for norms with one group. Then the bundle gets the gradients of all rows without a copy. `places`: the number
+    of each norm, by where its moments begin.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths, self.places = widths, dict[int, int]()
+        self.whole: Tensor | None = None
+        self.parts: Sequence[Tensor] = ()
+
+    @classmethod
+    def fitting(cls, widths: Sequence[int], groups: Sequence[int]) -> RowGradients | None:
+        """None if a norm has several groups, or does not begin at a multiple of 16 bytes."""
+        return cls(widths) if set(groups) == {1} and not any(width % 4 for width in widths) else None
+
+    def of(self, start: int, like: Tensor) -> Tensor:
+        """Memory for the gradient of one norm, (5, 1, C)."""
+        if self.whole is None:
+            self.whole = like.new_empty((ROWS, 1, sum(self.widths)))
+            self.parts = self.whole.split_with_sizes(self.widths, 2)
+        return self.parts[self.places[start]]
+
+    def take(self, arrived: Sequence[Tensor | None]) -> Tensor | None:
+        """The gradient of all rows, (5, channels). None if not all that arrived are here. The next backward gets new
+        memory."""
+        whole, parts = self.whole, self.parts
+        self.whole, self.parts = None, ()
+        if whole is None or False in [one is other for one, other in zip(arrived, parts, strict=True)]:
+            return None
+        return whole.squeeze(1)
 
 
 class Scratch:
-    """Memory between two launches of one norm. All norms of a bundle use the same, one after the other."""
+    """Memory between two launches of one norm. All norms of a bundle use the same, one after the other.
 
-    def __init__(self) -> None:
+    `gradients`: memory for the gradients of rows, if norms share it.
+    """
+
+    def __init__(self, gradients: RowGradients | None = None) -> None:
+        self.gradients = gradients
         self.memory: Tensor | None = None
 
     def of(self, like: Tensor, values: int) -> int:
@@ -88,12 +128,12 @@ class SettledRowKernels(RowKernels, Protocol):
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients: ...
 
 
-class _Grouped(Protocol):
+class Grouped(Protocol):
     groups: int
     channels: int
 
 
-def kept_of(kernels: _Grouped, moments: Tensor, start: int) -> Tensor:
+def kept_of(kernels: Grouped, moments: Tensor, start: int) -> Tensor:
     """What the backward of a settled norm needs of its running statistics: m and ρ (2, C), behind its moments."""
     begin = start + 4 * kernels.groups * kernels.channels
     return moments.view(-1)[begin : begin + 2 * kernels.channels].view(2, kernels.channels)

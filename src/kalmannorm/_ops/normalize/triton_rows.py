@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kalmannorm._ops.grid import processors_of
-from kalmannorm._ops.normalize.row_kernels import Memory
+from kalmannorm._ops.normalize.row_kernels import Grouped, Memory
 from kalmannorm._ops.normalize.tiling import launch_for, shape_of
 from kalmannorm._ops.normalize.triton_run import RowStrides, backward_launches, forward_launches
 from kalmannorm._ops.propagate.bundle import ROWS
@@ -67,6 +67,7 @@ class TritonRows:
         self.forward_direct: tuple[Direct, ...] = ()
         self.backward_direct: tuple[Direct, ...] = ()
         self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
+        self.shared = False  # whether `backward_direct` writes into `RowGradients`
 
     def forward(self, x: Tensor, rows: Tensor, residual: Tensor | None, memory: Memory, start: int) -> Tensor:
         """y. Writes the moments from `start` on."""
@@ -126,15 +127,16 @@ class TritonRows:
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
-        d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
+        d_rows, shared = gradient_of_rows(self, memory, start)
         d_residual = torch.empty_like(x) if self.keeps_output else None
         launches = self.backward_direct
         grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
         y_at = None if y is None else y.data_ptr()
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
-        if not launches or odd or rows_at % ALIGNED != self.rows_offset:
+        if not launches or odd or rows_at % ALIGNED != self.rows_offset or shared is not self.shared:
             self._backward(grad_y, x, y, dx, d_rows, d_residual, rows, memory.moments, start)
+            self.shared = shared
         else:
             shares = self.backward_scratch
             scratch_at = None if shares is None else memory.scratch.of(memory.moments, shares.values)
@@ -161,18 +163,19 @@ class TritonRows:
         """The backward through checked launches, which build the kernels."""
         given = self.backward_arguments(grad_y, x, y, dx, d_rows, d_residual, rows.unbind(0), moments, start)
         run(self.backward_launches, given)
-        if aligned(grad_y, x, y, dx, d_residual):
-            self.backward_direct = direct(self.backward_launches, given, self._backward_places(y is not None))
+        there = aligned(grad_y, x, y, dx, d_residual)
+        places = self._backward_places(y is not None, d_rows.stride(0))
+        self.backward_direct = direct(self.backward_launches, given, places) if there else ()
 
-    def _backward_places(self, masks: bool) -> Places:
+    def _backward_places(self, masks: bool, step: int) -> Places:
         """The arguments as places in grad_y, x, y, dx, d_residual, rows, moments, d_rows and scratch.
 
-        `masks`: y has the mask of the ReLU.
+        `masks`: y has the mask of the ReLU. `step`: from one of the `d_rows` to the next.
         """
         grad_y, x, y, dx = At(0), At(1), At(2) if masks else None, At(3)
         d_residual = At(4) if self.keeps_output else None
         weight, bias, *prior = self._rows(5)
-        kept, d_rows = self._moments(6), [At(7, row * self.step) for row in range(ROWS)]
+        kept, d_rows = self._moments(6), [At(7, row * step) for row in range(ROWS)]
         affine = weight, bias if self.masked else None
         parts = *affine, *prior, *kept, *NOTHING, *d_rows
         if self.backward_scratch is None:
@@ -224,6 +227,14 @@ Given = Sequence[Sequence[Tensor | None]]
 Places = Sequence[Sequence[Place]]
 """The same as places in memory whose addresses are given at each call."""
 Step = tuple[Sequence[Ready], Given]
+
+
+def gradient_of_rows(kernels: Grouped, memory: Memory, start: int) -> tuple[Tensor, bool]:
+    """Memory for the gradient of the rows of a norm, (5, G, C), and whether it is shared with other norms."""
+    shared = memory.scratch.gradients
+    if shared is None:
+        return memory.moments.new_empty((ROWS, kernels.groups, kernels.channels)), False
+    return shared.of(start, memory.moments), True
 
 
 def run(launches: Sequence[Ready], given: Given) -> None:

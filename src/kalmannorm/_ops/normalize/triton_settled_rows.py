@@ -13,7 +13,7 @@ from torch import Tensor
 from kalmannorm._ops.grid import processors_of
 from kalmannorm._ops.normalize.row_kernels import Expected, Memory, Pair, SettledGradients, SettledSaved, kept_of
 from kalmannorm._ops.normalize.tiling import settling, shape_of
-from kalmannorm._ops.normalize.triton_rows import NOTHING, Places, Shares, Step, aligned, direct, run
+from kalmannorm._ops.normalize.triton_rows import NOTHING, Places, Shares, Step, aligned, direct, gradient_of_rows, run
 from kalmannorm._ops.normalize.triton_run import RowStrides
 from kalmannorm._ops.normalize.triton_settled_run import backward_launch, forward_launches, sums_launch, total, whole
 from kalmannorm._ops.propagate.bundle import ROWS
@@ -52,6 +52,7 @@ class TritonSettledRows:
         self.forward_direct: tuple[Direct, ...] = ()
         self.backward_direct: tuple[Direct, ...] = ()
         self.rows_offset = -1  # of the rows in 16 bytes; the launches were built for it
+        self.shared = False  # whether `backward_direct` writes into `RowGradients`
 
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
@@ -125,18 +126,20 @@ class TritonSettledRows:
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
-        d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
+        d_rows, shared = gradient_of_rows(self, memory, start)
         d_residual = torch.empty_like(x) if self.keeps_output else None
         launches = self.backward_direct
         grad_at, x_at, dx_at, rows_at = grad_y.data_ptr(), x.data_ptr(), dx.data_ptr(), rows.data_ptr()
         averages_at, y_at = expected.address(), None if y is None else y.data_ptr()
         d_residual_at = None if d_residual is None else d_residual.data_ptr()
         odd = (grad_at | x_at | dx_at | averages_at | (y_at or 0) | (d_residual_at or 0)) % ALIGNED
-        if not launches or odd or rows_at % ALIGNED != self.rows_offset:
+        if not launches or odd or rows_at % ALIGNED != self.rows_offset or shared is not self.shared:
             given = self._backward_arguments(grad_y, saved, (dx, d_rows, d_residual), memory.moments, start)
             run(self.backward_launches, given)  # checked; they build the kernels
-            if averages_at % ALIGNED == 0 and aligned(grad_y, x, y, dx, d_residual):
-                self.backward_direct = direct(self.backward_launches, given, self._backward_places(y is not None))
+            there = averages_at % ALIGNED == 0 and aligned(grad_y, x, y, dx, d_residual)
+            places = self._backward_places(y is not None, d_rows.stride(0))
+            self.backward_direct = direct(self.backward_launches, given, places) if there else ()
+            self.shared = shared
         else:
             shares = self.backward_scratch
             scratch_at = None if shares is None else memory.scratch.of(memory.moments, shares.values)
@@ -168,15 +171,15 @@ class TritonSettledRows:
             (sums, kept[1], d_weight, d_bias, None, *NOTHING, None, None),
         ]
 
-    def _backward_places(self, masks: bool) -> Places:
+    def _backward_places(self, masks: bool, step: int) -> Places:
         """The arguments as places in grad_y, x, y, dx, d_residual, rows, moments, averages, d_rows and scratch.
 
-        `masks`: y has the mask of the ReLU.
+        `masks`: y has the mask of the ReLU. `step`: from one of the `d_rows` to the next.
         """
         grad_y, x, y, dx = At(0), At(1), At(2) if masks else None, At(3)
         d_residual, averages = At(4) if self.keeps_output else None, At(7)
         own, kept = self._moments(6)
-        d_weight, d_bias, *d_filtered = (At(8, row * self.step) for row in range(ROWS))
+        d_weight, d_bias, *d_filtered = (At(8, row * step) for row in range(ROWS))
         filtered = *self._rows(5), *kept, averages, *own[2:], *NOTHING, *d_filtered
         if self.backward_scratch is None:
             return [(grad_y, x, y, dx, d_residual, None, *filtered, d_weight, d_bias, None)]

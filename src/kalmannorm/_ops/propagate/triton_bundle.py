@@ -279,14 +279,8 @@ def backward(
 ) -> list[Tensor | None]:
     bound: Bound = state
     filled = fill_gradients(bundle, tensors, saved, state, grad_rows, grad_results)
-    found: list[Tensor | None] = []
-    for wanted, tensor, place in zip(asked, tensors, bound.gradients, strict=True):
-        grad = None
-        if wanted and place is not None and (whole := filled[place[0]]) is not None:
-            grad = whole.as_strided(*place[1:])
-            grad = grad if grad.dtype == tensor.dtype else grad.to(tensor.dtype)
-        found.append(grad)
-    return found
+    pairs = zip(bound.gradients.of(filled, asked), tensors, strict=True)
+    return [grad if grad is None or grad.dtype is tensor.dtype else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def fill_gradients(

@@ -98,6 +98,48 @@ class Place(NamedTuple):
     start: int
 
 
+class Gradients:
+    """Takes the gradients out of the tensors that a backward fills.
+
+    Most are vectors. All vectors of a tensor come from one `split`, because a view by `as_strided` takes three times as
+    long.
+    """
+
+    def __init__(self, places: Sequence[Place | None], tensors: Sequence[Tensor]) -> None:
+        self.views = [
+            None if place is None else (place.which, tuple(tensor.shape), strides_in(tensor, place), place.start)
+            for place, tensor in zip(places, tensors, strict=True)
+        ]
+        self.parts: list[tuple[int, int] | None] = [None] * len(tensors)  # of vectors: which tensor, which of its parts
+        self.sizes: dict[int, list[int]] = {}
+        found = [(*place, number) for number, place in enumerate(places) if place is not None]
+        ends: dict[int, int] = {}
+        for which, start, number in sorted(found):
+            gap = start - ends.get(which, 0)
+            if tensors[number].dim() != 1 or which == WEIGHTS or gap < 0:  # below 0: two tensors have the same place
+                continue
+            sizes = self.sizes.setdefault(which, [])
+            sizes += [*([gap] if gap else []), tensors[number].numel()]
+            self.parts[number] = which, len(sizes) - 1
+            ends[which] = start + sizes[-1]
+
+    def of(self, filled: Sequence[Tensor | None], asked: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients that were asked for."""
+        split = {
+            which: whole.view(-1).split_with_sizes([*sizes, whole.numel() - sum(sizes)])
+            for which, sizes in self.sizes.items()
+            if (whole := filled[which]) is not None
+        }
+        found: list[Tensor | None] = []
+        for wanted, view, part in zip(asked, self.views, self.parts, strict=True):
+            whole = filled[view[0]] if wanted and view is not None else None
+            if whole is None or view is None:
+                found.append(None)
+            else:
+                found.append(whole.as_strided(*view[1:]) if part is None else split[part[0]][part[1]])
+        return found
+
+
 class Launches(NamedTuple):
     """Work lists of the layers of a stage, one per kind of tile.
 
@@ -145,7 +187,7 @@ class Bound:
     starts: tuple[int, ...]
     table: Tensor
     stages: list[Launches]
-    gradients: list[tuple[int, tuple[int, ...], tuple[int, ...], int] | None]  # which tensor, shape, strides, start
+    gradients: Gradients
     size: int
     small: Tensor | None  # the addresses of the small tensors, if all are float32
     captured: bool = False
@@ -370,11 +412,7 @@ def bind(
         start += len(stage.layers)
         stages.append(_launches(tables, tiles, numbers, device))
     places = places_of(bundle, tables, tensors, wanted)
-    gradients = [
-        None if place is None else (place.which, tuple(tensor.shape), strides_in(tensor, place), place.start)
-        for place, tensor in zip(places, tensors, strict=True)
-    ]
-    return Bound(starts_of_filters, table, stages, gradients, size, small)
+    return Bound(starts_of_filters, table, stages, Gradients(places, tensors), size, small)
 
 
 def strides_in(tensor: Tensor, place: Place) -> tuple[int, ...]:
