@@ -154,7 +154,7 @@ def test_two_backwards_of_one_group(monkeypatch):
     assert shares_rows(taken)
     for (name, p), old in zip(model.named_parameters(), held, strict=True):
         assert torch.equal(old, once[name]), name
-        torch.testing.assert_close(p.grad, 3 * old, msg=name)
+        assert (p.grad - 3 * old).norm() < 1e-5 * old.norm() + 1e-5, name
 
 
 def test_a_backward_of_one_group_that_does_not_reach_the_rows(monkeypatch):
