@@ -12,6 +12,7 @@ more than computing the bundle again, so nothing is kept there.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -32,7 +33,7 @@ from kalmannorm._running.bundling import Call, Fitting, Part, form_of, parts_of
 from kalmannorm._running.closing_sums import Collecting, idle_gains, settled_states
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
-from kalmannorm._wiring.program import Context, Program
+from kalmannorm._wiring.program import Context, Program, Step
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import Moments
 from kalmannorm.moments.core import full_precision
@@ -97,6 +98,7 @@ class PriorBundles:
         self.program, self.calls, self.learned = program, calls, learned
         self.filters = False  # whether the parts read the filters that convolutions compute
         self.parts: list[Part] = []
+        self.watched: tuple[list[int], list[Step]] = [], []  # the steps of all parts
         self.of_step: dict[int, int] = {}
         self.of_call: dict[int, int] = {}
         self.cached: dict[int, _Cached] = {}
@@ -177,8 +179,8 @@ class PriorBundles:
             self.calls, self.built = calls, False
 
     def _outdated(self) -> bool:
-        steps = self.program.steps
-        return True in [steps[i] is not step for part in self.parts for i, step in part.watched]
+        numbers, steps = self.watched
+        return not all(map(operator.is_, map(self.program.steps.__getitem__, numbers), steps))
 
     def _build(self, context: Context, filters: bool) -> None:
         def measure(step: int) -> int:
@@ -190,6 +192,8 @@ class PriorBundles:
                 self.parts = parts_of(self.program, self.calls, measure, filters=filters)
         except Exception:  # any error: it may belong to a norm that never runs; a norm that runs raises it again
             self.parts = []
+        pairs = [pair for part in self.parts for pair in part.watched]
+        self.watched = [number for number, _ in pairs], [step for _, step in pairs]
         self.of_step = {step: number for number, part in enumerate(self.parts) for step in part.steps}
         self.of_call = {call.identity: number for number, part in enumerate(self.parts) for call in part.calls}
         self.cached, self.built, self.filters = {}, True, filters

@@ -42,6 +42,8 @@ from kalmannorm._wiring.program import Context
 from kalmannorm._wiring.weak_modules import WeakModule
 from kalmannorm.moments import closed
 
+UNKNOWN: Any = object()
+"""Nobody has looked for kernels yet. None: there are none."""
 KEPT = 256
 """Shapes of x for which a norm keeps prepared kernels. After more, all are dropped."""
 
@@ -56,12 +58,14 @@ def watched() -> bool:
     )
 
 
-def stream_of(device: torch.device) -> int:
-    """The current stream as a number. -1 if another device is the current one: kernels could not be launched."""
-    if device.type != "cuda":
+def stream_of(device: int) -> int:
+    """The current stream of a GPU as a number. -1 if another GPU is the current one: kernels could not be launched.
+
+    `device` is from `Tensor.get_device`. It is -1 on a CPU, which has no streams.
+    """
+    if device < 0:
         return 0
-    index = device.index
-    return torch._C._cuda_getCurrentRawStream(index) if torch._C._cuda_getDevice() == index else -1
+    return torch._C._cuda_getCurrentRawStream(device) if torch._C._cuda_getDevice() == device else -1
 
 
 class Place:
@@ -140,8 +144,8 @@ class Block:
         self.part, self.rows, self.examples = part, rows, x.shape[0]
         self.settled, self.collecting = settled or {}, collecting
         self.layout = part.layout(groups, bool(settled))
-        self.gradients, self.stream = torch.is_grad_enabled(), stream_of(x.device)
-        self.device = x.device
+        self.device, self.index = x.device, x.get_device()
+        self.gradients, self.stream = torch.is_grad_enabled(), stream_of(self.index)
         self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
         self.memory = Memory(self.moments, Scratch(gradients))
         if gradients is not None:
@@ -221,8 +225,8 @@ class ShortForward:
         block = self.blocks[number]
         if block is None or block.gradients is not torch.is_grad_enabled():
             return None
-        shape, device = x.shape, x.device
-        if block.examples != shape[0] or block.device != device or block.stream != stream_of(device):
+        device = x.get_device()
+        if block.examples != x.shape[0] or block.index != device or block.stream != stream_of(device):
             return None
         place = block.part.places[call]
         index = place.index
@@ -233,11 +237,11 @@ class ShortForward:
         if residual is not None and residual.__class__ is not Tensor:
             return None
         key = _key_of(x, residual, relu)
-        if key not in place.kernels:
+        kernels: Any = place.kernels.get(key, UNKNOWN)
+        if kernels is UNKNOWN:
             if len(place.kernels) >= KEPT:
                 place.kernels.clear()
-            place.kernels[key] = self._prepare(norm, x, residual, relu, block)
-        kernels = place.kernels[key]
+            kernels = place.kernels[key] = self._prepare(norm, x, residual, relu, block)
         if kernels is None or kernels.groups != block.layout.groups[index]:  # m may change inside a forward
             return None
         y = self._run(place, target, block, kernels, norm, x, residual, segment)
@@ -312,7 +316,7 @@ class ShortForward:
         part = self.bundles.parts[number]
         rows, groups = [results.rows[each.identity] for each in part.calls], groups_in(part, context)
         # A norm that took the long way may have made the rows, for another number of examples.
-        if rows[0].dtype != dtype or [each.shape[1] for each in rows] != groups or stream_of(x.device) < 0:
+        if rows[0].dtype != dtype or [each.shape[1] for each in rows] != groups or stream_of(x.get_device()) < 0:
             return None
         if self._sharded(part):
             return None
