@@ -9,6 +9,7 @@ that a norm with its own gradient can cost.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import warnings
@@ -135,6 +136,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "kalmannorm")  # nothing is computed
     with pytest.MonkeyPatch.context() as patch:
         no_launches(patch)
+        load = round(os.getloadavg()[0], 1)
         rows = measure(given.rounds)
     print(f"{'µs per block':20}{'forward':>9}{'backward':>10}{'phase':>7}{'all':>7}{'ratio':>7}")
     for row in rows:
@@ -147,7 +149,7 @@ def main() -> None:
             "rounds": given.rounds,
             "device": "cpu",
             "threads": 1,
-            "load": "",
+            "load": load,
         }
         write_csv(given.output, [row | shared for row in rows], origin("torch"))
 

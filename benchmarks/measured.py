@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md from the records of `kalmannorm bench`: `python benchmarks/measured.py`.
 
-Every record op-*.csv, steps-*.csv and inference-*.csv has a table there, between `<!-- NAME.csv -->` and
+Every record op-*.csv, steps-*.csv, inference-*.csv and host-*.csv has a table there, between `<!-- NAME.csv -->` and
 `<!-- end of NAME.csv -->`. Nothing between these lines is written by hand. The table of a new record is added at the
 end; move it to its place.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 DOCUMENT = ROOT / "docs" / "performance.md"
-KINDS = ("op-*.csv", "steps-*.csv", "inference-*.csv")
+KINDS = ("op-*.csv", "steps-*.csv", "inference-*.csv", "host-*.csv")
 
 Row = dict[str, str]
 ABSENT = "–"
@@ -55,6 +55,8 @@ def table(path: Path) -> str:
         lines = _steps(rows)
     elif "model" in first:
         lines = _nets(rows)
+    elif "forward_us" in first:
+        lines = _host(rows)
     else:
         lines = _norms(rows)
     title, *cells = lines
@@ -156,6 +158,23 @@ def _nets(rows: list[Row]) -> list[str]:
         ]
         for row in rows
     ]
+    return [title, *markdown(headings, body, 1)]
+
+
+def _host(rows: list[Row]) -> list[str]:
+    parts = ("forward", "backward", "phase")
+    body = [
+        [
+            row["norm"],
+            *(f"{float(row[f'{part}_us']):.0f}" for part in parts),
+            f"{float(row['us']):.0f}",
+            f"{float(row['ratio']):.2f}",
+            f"{float(row['ratio_p20']):.2f} – {float(row['ratio_p80']):.2f}",
+        ]
+        for row in rows
+    ]
+    title = "Host time of a convolution, a norm and a ReLU, kernels of BKN not launched, µs:"
+    headings = ["", "forward", "backward", "`phase.step`", "all", "ratio", "p20 – p80"]
     return [title, *markdown(headings, body, 1)]
 
 

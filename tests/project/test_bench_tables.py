@@ -7,6 +7,7 @@ import sys
 
 import again
 import graphed
+import host
 import measured
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kalmannorm.lab.bench.output import write_csv
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_contenders import Case, entries
 from kalmannorm.lab.machine.origin import origin
+from support.no_launches import no_launches
 from support.wide import wide
 
 CPU = torch.device("cpu")
@@ -127,6 +129,23 @@ def test_of_inference_and_nets(folder):
     fused = steps[-1]
     assert f"| bkn fused | (4, 2) | {fused['ms']:.2f} | {fused['ratio']:.2f} | " in text
     assert f"{fused['peak_mib']:.0f} | {fused['peak_ratio']:.3f} |" in text
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+def test_of_host_time(folder, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("kernels would really run")
+    pytest.importorskip("triton")
+    no_launches(monkeypatch)
+    rows = host.measure(5)
+    assert [row["norm"] for row in rows] == [norm.words for norm in host.norms()]
+    for row in rows:
+        assert row["forward_us"] > 0 and row["backward_us"] > 0
+        assert (row["phase_us"] > 0) == ("settled" in row["norm"])
+    shared = {"rounds": 5, "device": "cpu", "threads": 1, "load": 0.0}
+    write_csv(folder / "host-here.csv", [row | shared for row in rows], origin())
+    text = measured.written("first\n")
+    assert f"| BKN | {rows[3]['forward_us']:.0f} | {rows[3]['backward_us']:.0f} | 0 | " in text
 
 
 def test_a_new_record_comes_at_the_end_and_a_torn_place_is_said(folder):
