@@ -148,7 +148,6 @@ def main() -> None:
             "channels": CHANNELS,
             "rounds": given.rounds,
             "device": "cpu",
-            "threads": 1,
             "load": load,
         }
         write_csv(given.output, [row | shared for row in rows], origin("torch"))
