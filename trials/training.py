@@ -180,9 +180,9 @@ class Training:
         if self.phase is None:
             return
         strength = self.strengths[at + 1].view(())
-        for memory in self.phase._memories():
-            self.phase._update(memory)
-            torch._foreach_copy_([state.strength for state in memory.states], [strength] * len(memory.states))
+        for states in self.phase._states():
+            self.phase._update(states)
+            torch._foreach_copy_([state.strength for state in states], [strength] * len(states))
 
     def _probes(self) -> list[Tensor]:
         """Tensors whose gradients the closing phase collects."""

@@ -173,6 +173,30 @@ def test_a_backward_of_one_group_that_does_not_reach_the_rows(monkeypatch):
         torch.testing.assert_close(p.grad, expected[f"d {name}"])
 
 
+def test_a_backward_of_one_group_inside_another(monkeypatch):
+    """As of a hook that differentiates something else, through the same graph. It has memory of its own."""
+    model, x, _ = one_group(monkeypatch)
+    inner = []
+    model.norm1.register_forward_hook(lambda module, inputs, y: inner.append(y))
+
+    def nested(model):
+        model.zero_grad()
+        inner.clear()
+        y = model(x)
+        other, first = (3 * y).square().sum(), [True]
+
+        def differentiate(grad):
+            if first:  # not in its own backward
+                first.clear()
+                torch.autograd.grad(other, list(model.parameters()), retain_graph=True)
+
+        inner[0].register_hook(differentiate)
+        y.square().sum().backward(retain_graph=True)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    assert_same(nested(model), the_long_way(monkeypatch, nested, model))
+
+
 def test_rows_of_one_group_that_do_not_all_arrive(monkeypatch):
     """A loss that needs the first norms only."""
     model, x, taken = one_group(monkeypatch)

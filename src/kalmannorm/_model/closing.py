@@ -184,7 +184,7 @@ class ClosingPhase:
             self._tell(_TOO_OFTEN)
         if not self._checked and not self.begun and any(norm.closes for norm in self._norms):
             self._tell(_NOT_RESUMED.format(done=self.done, steps=self.steps))
-        self._backwards.note([self._update(memory) for memory in self._memories()])
+        self._backwards.note([self._update(states) for states in self._states()])
         changed = self._backwards.changed()
         if changed is not None:
             raise RuntimeError(_CHANGED.format(before=changed[0], now=changed[1]))
@@ -200,8 +200,8 @@ class ClosingPhase:
         another number, call it after the state dicts of the model and of the phase are loaded.
         """
         factor = positive_int("before", before) / positive_int("now", now)
-        for memory in self._memories():
-            memory.averages[:, :2] *= factor
+        for states in self._states():
+            ClosingMemory.of(states).averages[:, :2] *= factor
         self._backwards.forget()
 
     def remove(self) -> None:
@@ -211,6 +211,7 @@ class ClosingPhase:
         for norm in self._norms:
             norm.end_closing()
             norm.phase = None
+        self._known = None
 
     def look(self) -> None:
         """A norm calls it at `eval()` and `state_dict()`: warn if `step` was forgotten."""
@@ -252,42 +253,42 @@ class ClosingPhase:
         elif strength == 1 and self.scaler is None:
             return
         self._set = *settings, Changes.count
-        for memory in self._memories():
-            states = memory.states
+        for states in self._states():
+            ClosingMemory.of(states)  # now, so that a CUDA graph of the next step has its addresses
             one = torch.ones_like(states[0].strength)
             torch._foreach_copy_([state.strength for state in states], [one * strength] * len(states))
             if self.scaler is not None:
                 torch._foreach_copy_([state.scale for state in states], [self.scaler.scale(one)] * len(states))
 
-    def _memories(self) -> list[ClosingMemory]:
-        """The memory of the norms, one per device and dtype."""
+    def _states(self) -> list[list[ClosingState]]:
+        """The states of the norms, one list per device and dtype."""
         if self._known is None or self._known[0] != Changes.count:
             found: dict[object, list[ClosingState]] = {}
             for state in (norm.closing for norm in self._norms if norm.closes):
                 found.setdefault((state.averages.device, state.averages.dtype), []).append(state)
             self._known = Changes.count, list(found.values())
-        return [ClosingMemory.of(states) for states in self._known[1]]
+        return self._known[1]
 
-    def _update(self, memory: ClosingMemory) -> Tensor:
+    def _update(self, states: list[ClosingState]) -> Tensor:
         """In few operations on all norms. No value leaves the device, so a CUDA graph can contain it.
 
         Returns how many backwards reached each norm on a rank.
         """
-        sums, group = memory.sums, self._ranks.group()
+        memory, group = ClosingMemory.of(states), self._ranks.group()
+        sums = memory.sums
         if group is not None:
             RankGroup(group, _PLACE).add_up(sums)
         collected, backwards = sums[:, :2], sums[:, 2:]
         self._check(backwards)
         averages, steps = memory.averages[:, :2], memory.averages[:, 2:]
-        whole = sums.sum()
-        moves = backwards + (whole - whole) > 0  # a difference of NaN or Inf is NaN
-        new = collected / (backwards * memory.states[0].scale)
+        moves = backwards + (sums * 0).sum() > 0  # NaN and Inf times 0 is NaN
+        new = collected / backwards / states[0].scale
         weight = steps.add(1).reciprocal_().clamp_(min=self.momentum)
         averages.lerp_(torch.where(moves, new, averages), weight)
         steps.add_(moves)
         reached = backwards.index_select(0, memory.firsts).squeeze(1)
         sums.zero_()
-        return reached if group is None else reached / distributed.get_world_size(group)
+        return reached if group is None else reached.double() / distributed.get_world_size(group)
 
     def _check(self, backwards: Tensor) -> None:
         """Warn in the first step if no backward was collected. Only then, because it waits for the device."""

@@ -46,12 +46,12 @@ class ClosingState(nn.Module):
 
     As a gradient it is summed by autograd like the gradients of the parameters. It belongs to no optimizer.
     """
-    memory: ClosingMemory | None = None
-    """That of the phase's norms. It belongs to one phase, so copies and pickles do not have it."""
+    place: Place | None = None
+    """Where it is in the memory of the phase's norms. Copies, pickles and state dicts have memory of their own."""
 
     def __init__(self, channels: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.present, self.settled, self.memory = 0.0, False, None
+        self.present, self.settled, self.place = 0.0, False, None
         self.strength = torch.zeros((), device=device, dtype=dtype)
         self.fading = None
         self.averages = torch.zeros(channels, 3, device=device, dtype=dtype)
@@ -81,16 +81,24 @@ class ClosingState(nn.Module):
             for name in names:
                 self.__dict__[name] = self._buffers.pop(name)
 
+    def _own_averages(self) -> Tensor:
+        """In memory of their own: of tensors that share memory, Accelerate saves only one."""
+        return self.averages if self.place is None else self.averages.clone()
+
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        with self._as_buffers():
-            super()._save_to_state_dict(*arguments)
+        kept, self.averages = self.averages, self._own_averages()
+        try:
+            with self._as_buffers():
+                super()._save_to_state_dict(*arguments)
+        finally:
+            self.averages = kept
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         with self._as_buffers():
             super()._load_from_state_dict(*arguments)
 
     def _renew(self) -> None:
-        self.memory = None
+        self.place = None
         self._collect_in(torch.zeros_like(self.averages))
 
     def _collect_in(self, sums: Tensor) -> None:
@@ -98,22 +106,30 @@ class ClosingState(nn.Module):
         # From the beginning, and never removed: a CUDA graph adds to the same memory in every replay.
         self.probe.grad = sums
 
-    def move_to(self, averages: Tensor, sums: Tensor) -> None:
-        """Keep the averages, and collect the sums, in this memory from now on."""
-        averages.copy_(self.averages)
+    def move_to(self, place: Place) -> None:
+        """Keep the averages, and collect the sums, in this place from now on."""
+        place.averages.copy_(self.averages)
         if self.probe.grad is not None:
-            sums.copy_(self.probe.grad)
-        self.averages = averages
-        self._collect_in(sums)  # another probe: by its address code knows that a graph must be captured again
+            place.sums.copy_(self.probe.grad)
+        self.place, self.averages = place, place.averages
+        self._collect_in(place.sums)  # another probe: by its address code knows that a graph must be captured again
+
+    def collects_in_place(self) -> bool:
+        """Whether probe and averages still are where the memory of the phase has them."""
+        place = self.place
+        return place is not None and self.averages is place.averages and self.probe.grad is place.sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClosingState:
+        before = self.averages
         with self._as_buffers("scale"):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._renew()
+        if self.averages is not before:
+            self._renew()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("probe", "memory")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("probe", "place")}
+        return kept | {"averages": self._own_averages()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -121,94 +137,87 @@ class ClosingState(nn.Module):
 
 
 class Place(NamedTuple):
-    """Where a norm is: its first row, and its views."""
+    """Where a norm is: in which memory, its first row, and its views."""
 
+    memory: ClosingMemory
     row: int
     averages: Tensor
     sums: Tensor
 
 
 class ClosingMemory:
-    """The memory of the norms of one phase, on one device and in one dtype. The rows between norms stay zero."""
+    """The memory of the norms of one phase, on one device and in one dtype. The rows between norms stay zero.
+
+    It knows no norm, so it is freed with them.
+    """
 
     def __init__(self, states: Sequence[ClosingState]) -> None:
-        self.states = [*states]
         channels = [len(state.averages) for state in states]
-        self.padded = [-(-count // ROWS) * ROWS for count in channels]
-        self.exact = channels == self.padded
-        starts = [0, *accumulate(self.padded)]
-        like = states[0].averages
+        self.count, padded = len(states), [-(-count // ROWS) * ROWS for count in channels]
+        starts, like = [0, *accumulate(padded)], states[0].averages
         self.firsts = torch.tensor(starts[:-1], device=like.device)
         """The row of the first channel of each norm."""
         self.averages, self.sums = like.new_zeros(starts[-1], 3), like.new_zeros(starts[-1], 3)
+        self.runs: dict[tuple[int, ...], list[tuple[int, int, int]] | None] = {}
         with torch.no_grad():
-            self.parts, self.collected = self.of_norms(self.averages), self.of_norms(self.sums)
-            for state, averages, sums in zip(states, self.parts, self.collected, strict=True):
-                state.move_to(averages, sums)
-                state.memory = self
-        places = map(Place, starts[:-1], self.parts, self.collected)
-        self.places = dict(zip(states, places, strict=True))
-        self.runs: dict[tuple[int, ...], list[list[int]] | None] = {}
+            parts = zip(self.averages.split_with_sizes(padded), self.sums.split_with_sizes(padded), strict=True)
+            for state, row, count, (averages, sums) in zip(states, starts[:-1], channels, parts, strict=True):
+                state.move_to(Place(self, row, averages[:count], sums[:count]))
 
     @classmethod
     def of(cls, states: Sequence[ClosingState]) -> ClosingMemory:
-        """The memory of these norms. A new one if some of them have no part of it, or tensors of their own."""
-        memory = states[0].memory
-        return memory if memory is not None and memory.holds(states) else cls(states)
+        """The memory of these norms. A new one if some of them have no place in it, or averages of their own."""
+        place = states[0].place
+        if place is not None and not place.memory.holds(states):
+            _collect_in_place_again(states)
+            place = place if place.memory.holds(states) else None
+        return cls(states) if place is None else place.memory
 
     def holds(self, states: Sequence[ClosingState]) -> bool:
-        """Whether these are its norms, and their tensors still are views of it.
-
-        Loading with `assign=True`, `model.to()` and `backward(create_graph=True)` exchange tensors.
-        """
-        if len(states) != len(self.states) or False in [a is b for a, b in zip(states, self.states, strict=True)]:
+        """Whether these are its norms, and their averages still are views of it."""
+        places = [state.place for state in states]
+        if len(states) != self.count or False in [place is not None and place.memory is self for place in places]:
             return False
-        tensors = zip(self.states, self.parts, self.collected, strict=True)
-        return False not in [state.averages is a and state.probe.grad is b for state, a, b in tensors]
-
-    def of_norms(self, whole: Tensor) -> list[Tensor]:
-        """The part of each norm, (C, 3), of a tensor like the memory."""
-        parts = [*whole.split_with_sizes(self.padded)]
-        return parts if self.exact else [each[: len(s.averages)] for each, s in zip(parts, self.states, strict=True)]
+        return False not in [state.collects_in_place() for state in states]
 
     def add(self, states: Sequence[ClosingState], sums: Tensor) -> bool:
         """Add what these norms have collected, (C, 3) one after the other, to their sums.
 
         False if it was not done: the norms are in other memory, or not side by side here.
         """
-        key = tuple(map(id, states))
-        if key not in self.runs:
-            self.runs[key] = self._runs_of(states)
-        runs = self.runs[key]
-        if runs is None or False in [state.probe.grad is self.places[state].sums for state in states]:
+        places = [state.place for state in states if state.collects_in_place()]
+        rows = tuple([place.row for place in places if place is not None and place.memory is self])
+        if len(rows) < len(states):
             return False
-        for first, begin, count in runs:
+        if rows not in self.runs:
+            self.runs[rows] = _runs(rows, [len(state.averages) for state in states])
+        runs = self.runs[rows]
+        for first, begin, count in runs or ():
             self.sums[first : first + count].add_(sums[begin : begin + count])
-        return True
+        return runs is not None
 
-    def _runs_of(self, states: Sequence[ClosingState]) -> list[list[int]] | None:
-        """Norms that are side by side: their first row here, their first row among these, and how many rows.
 
-        None if they are in too many places, or are not all here.
-        """
-        runs, begin = list[list[int]](), 0
+def _runs(rows: Sequence[int], channels: Sequence[int]) -> list[tuple[int, int, int]] | None:
+    """Norms that are side by side: their first row in memory, their first row among these norms, and how many rows.
+
+    None if they are in too many places.
+    """
+    runs, begin = list[tuple[int, int, int]](), 0
+    for row, count in zip(rows, channels, strict=True):
+        first, started, before = runs[-1] if runs else (-1, 0, 0)
+        if first + before == row:
+            runs[-1] = first, started, before + count
+        else:
+            runs.append((row, begin, count))
+        begin += count
+    return runs if len(runs) <= MOST_RUNS else None
+
+
+def _collect_in_place_again(states: Sequence[ClosingState]) -> None:
+    """`backward(create_graph=True)` makes new gradients of probes. Their values go where the memory has them."""
+    with torch.no_grad():
         for state in states:
-            place, count = self.places.get(state), len(state.averages)
-            if place is None:
-                return None
-            if runs and sum(runs[-1][::2]) == place.row:
-                runs[-1][2] += count
-            else:
-                runs.append([place.row, begin, count])
-            begin += count
-        return runs if len(runs) <= MOST_RUNS else None
-
-    def row_of(self, state: ClosingState) -> int | None:
-        """Where a norm begins. None if it has averages of its own now."""
-        place = self.places[state]
-        return place.row if state.averages is place.averages else None
-
-    def expected(self) -> Tensor:
-        """A copy of the averages, in units of the loss."""
-        with torch.no_grad():
-            return self.averages * self.states[0].scale
+            place, grad = state.place, state.probe.grad
+            if place is not None and state.averages is place.averages and grad is not place.sums:
+                place.sums.zero_() if grad is None else place.sums.copy_(grad)
+                state.probe.grad = place.sums

@@ -52,6 +52,7 @@ class Collecting:
         self.places, self.states, self.gains = [*states], [*states.values()], gains
         self.probes = [state.probe for state in self.states]
         self.inputs = [*self.probes, *gains.values()]
+        self.last = get_gradient_edge(self.probes[-1]).node  # here, where gradients are enabled
         self.ran = set[int]()
 
     def gradients(self, whole: Tensor | None, widths: list[int], arrived: Sequence[bool]) -> list[Any]:
@@ -67,8 +68,8 @@ class Collecting:
         found = {number: place for number, place in enumerate(self.places) if place in reached}
         nothing: list[Any] = [None] * len(self.probes)
         sums = torch.stack([whole[1], whole[0], torch.ones_like(whole[0])], 1).to(self.probes[0].dtype)
-        adds_up, memory = _adds_up(self.probes[-1]), self.states[0].memory
-        if adds_up and memory is not None and len(found) == len(widths) and memory.add(self.states, sums):
+        adds_up, first = self._adds_up(), self.states[0].place
+        if adds_up and first is not None and len(found) == len(widths) and first.memory.add(self.states, sums):
             return nothing
         parts = sums.split_with_sizes(widths)
         before = [grad for number in found if (grad := self.probes[number].grad) is not None]
@@ -78,6 +79,16 @@ class Collecting:
         for number, place in found.items():
             nothing[number] = parts[place]
         return nothing
+
+    def _adds_up(self) -> bool:
+        """Whether this backward adds up gradients at the probes.
+
+        `torch.autograd.grad` and `backward(inputs=...)` do not, or they return the gradients.
+        """
+        try:
+            return bool(torch._C._will_engine_execute_node(self.last))
+        except RuntimeError:  # torch.autograd.grad, for the probes
+            return False
 
     def _of_gains(self, reached: set[int]) -> list[Tensor | None]:
         if not self.gains:
@@ -94,14 +105,3 @@ def _zeros_like(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     parts = parameters[0].new_zeros(sum(sizes)).split_with_sizes(sizes)
     pairs = zip(parts, parameters, strict=True)
     return [part if each.dim() == 1 else part.view(each.shape) for part, each in pairs]
-
-
-def _adds_up(probe: Tensor) -> bool:
-    """Whether this backward adds up gradients at a probe.
-
-    `torch.autograd.grad` and `backward(inputs=...)` do not, or they return the gradients.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(probe).node))
-    except RuntimeError:  # torch.autograd.grad, for the probes
-        return False

@@ -157,12 +157,13 @@ class Block:
     def averages(self, index: int) -> Expected:
         """The averages of gradients of a settled norm. Those of all norms are scaled together."""
         state = self.settled[index]
-        memory = state.memory
-        if memory is None or (row := memory.row_of(state)) is None:
+        place = state.place
+        if place is None or state.averages is not place.averages:
             return Expected(state.averages * state.scale)
+        memory = place.memory
         if self.expected is None or self.expected[0] is not memory:
-            self.expected = memory, memory.expected()
-        return Expected(self.expected[1], row)
+            self.expected = memory, memory.averages * state.scale
+        return Expected(self.expected[1], place.row)
 
 
 def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kalmannorm._ops.normalize.recipes import Plan, Tensors
@@ -20,8 +21,7 @@ class RowGradients:
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths, self.places = widths, dict[int, int]()
-        self.whole: Tensor | None = None
-        self.parts: Sequence[Tensor] = ()
+        self.made: tuple[int, Tensor, Sequence[Tensor]] | None = None  # the backward, the memory, and its parts
 
     @classmethod
     def fitting(cls, widths: Sequence[int], groups: Sequence[int]) -> RowGradients | None:
@@ -29,20 +29,20 @@ class RowGradients:
         return cls(widths) if set(groups) == {1} and not any(width % 4 for width in widths) else None
 
     def of(self, start: int, like: Tensor) -> Tensor:
-        """Memory for the gradient of one norm, (5, 1, C)."""
-        if self.whole is None:
-            self.whole = like.new_empty((ROWS, 1, sum(self.widths)))
-            self.parts = self.whole.split_with_sizes(self.widths, 2)
-        return self.parts[self.places[start]]
+        """Memory for the gradient of one norm, (5, 1, C). A backward inside another one has memory of its own."""
+        made, backward = self.made, torch._C._current_graph_task_id()
+        if made is None or made[0] != backward:
+            whole = like.new_empty((ROWS, 1, sum(self.widths)))
+            made = self.made = backward, whole, whole.split_with_sizes(self.widths, 2)
+        return made[2][self.places[start]]
 
     def take(self, arrived: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of all rows, (5, channels). None if not all that arrived are here. The next backward gets new
         memory."""
-        whole, parts = self.whole, self.parts
-        self.whole, self.parts = None, ()
-        if whole is None or False in [one is other for one, other in zip(arrived, parts, strict=True)]:
+        made, self.made = self.made, None
+        if made is None or False in [one is other for one, other in zip(arrived, made[2], strict=True)]:
             return None
-        return whole.squeeze(1)
+        return made[1].squeeze(1)
 
 
 class Scratch:
