@@ -128,6 +128,13 @@ def one_group(monkeypatch):
     return model, x, taken
 
 
+def outputs_of(module):
+    """The outputs of its forwards, from now on."""
+    found = []
+    module.register_forward_hook(lambda module, inputs, y: found.append(y))
+    return found
+
+
 def shares_rows(taken):
     """With Triton's kernels. Others have memory of their own, and their gradients are copied together."""
     kernels = dispatch.has_kernels(torch.device(DEVICE)) and "learned" not in OPTIONS.values()
@@ -158,7 +165,7 @@ def test_two_backwards_of_one_group(monkeypatch):
 
 
 def test_a_backward_of_one_group_that_does_not_reach_the_rows(monkeypatch):
-    """It leaves gradients in the memory, and the next backward writes them anew."""
+    """What it wrote is left there, and the next backward does not take it for its own."""
     model, x, taken = one_group(monkeypatch)
     x.requires_grad_()
     expected = own_step(copy.deepcopy(model), x.detach())
@@ -176,8 +183,7 @@ def test_a_backward_of_one_group_that_does_not_reach_the_rows(monkeypatch):
 def test_a_backward_of_one_group_inside_another(monkeypatch):
     """As of a hook that differentiates something else, through the same graph. It has memory of its own."""
     model, x, _ = one_group(monkeypatch)
-    inner = []
-    model.norm1.register_forward_hook(lambda module, inputs, y: inner.append(y))
+    inner = outputs_of(model.norm1)
 
     def nested(model):
         model.zero_grad()
@@ -200,8 +206,7 @@ def test_a_backward_of_one_group_inside_another(monkeypatch):
 def test_rows_of_one_group_that_do_not_all_arrive(monkeypatch):
     """A loss that needs the first norms only."""
     model, x, taken = one_group(monkeypatch)
-    inner = []
-    model.norm1.register_forward_hook(lambda module, inputs, y: inner.append(y))
+    inner = outputs_of(model.norm1)
 
     def partial(model):
         model.zero_grad()

@@ -37,8 +37,10 @@ class RowGradients:
         return made[2][self.places[start]]
 
     def take(self, arrived: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of all rows, (5, channels). None if not all that arrived are here. The next backward gets new
-        memory."""
+        """The gradient of all rows, (5, channels). None if some that arrived are not here.
+
+        The next backward gets new memory, because gradients of γ and β are views of this one.
+        """
         made, self.made = self.made, None
         if made is None or False in [one is other for one, other in zip(arrived, made[2], strict=True)]:
             return None
