@@ -108,7 +108,7 @@ def test_autocast_stays_near_float32(m):
 
 
 def test_a_cuda_graph_of_the_step():
-    """The phase moves outside the graph. Averages and λ are read from memory that stays in place."""
+    """The phase moves outside the graph. It is made before: averages, sums and λ stay where the graph has them."""
     model = net(torch.float32).cuda()
     for norm in model.modules():
         if isinstance(norm, GroupedNorm):
@@ -123,7 +123,7 @@ def test_a_cuda_graph_of_the_step():
         phase.step()
 
     x, target = (each.clone() for each in batches[0])
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    phase, optimizer = ClosingPhase(other, 6, start=0, end=0.5), torch.optim.SGD(other.parameters(), lr=0.1)
     for parameter in other.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -146,7 +146,6 @@ def test_a_cuda_graph_of_the_step():
     for norm in other.modules():
         if isinstance(norm, GroupedNorm):
             norm.closing.probe.grad.zero_()
-    phase = ClosingPhase(other, 6, start=0, end=0.5)
     for images_now, labels in batches:
         x.copy_(images_now)
         target.copy_(labels)

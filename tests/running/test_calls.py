@@ -102,7 +102,7 @@ def test_calls_of_a_step_at_the_end_of_a_closing_phase(monkeypatch):
     assert sum(calls_of(lambda: (steps(model, x), phase.step())).values()) <= 135 * NORMS
 
 
-@pytest.mark.filterwarnings("ignore:kalmannorm")
+@pytest.mark.filterwarnings("ignore:kalmannorm", "ignore:ClosingPhase.step")
 def test_calls_of_a_step_of_the_recipe(monkeypatch):
     """As above. It was 614 per norm until the priors have faded, when each layer of a prior was computed by itself."""
     x = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
@@ -117,7 +117,7 @@ def test_calls_of_a_step_of_the_recipe(monkeypatch):
         phase.step()
     assert len(taken) == 3 * NORMS
     settled = sum(calls_of(lambda: (steps(model, x), phase.step())).values())
-    assert settled <= 210 * NORMS, settled / NORMS
+    assert settled <= 200 * NORMS, settled / NORMS
 
 
 def standardized(weight_standardization):

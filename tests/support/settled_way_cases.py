@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kalmannorm import ClosingPhase, convert, fuse
 from kalmannorm._model.settings import norms
+from kalmannorm._running.prior_bundles import PriorBundles
 from kalmannorm._running.short_way import ShortForward
 from support import short_way_cases as cases
 from support.bundled_nets import IMAGE, Blocks, Branches
@@ -387,7 +388,140 @@ def test_one_group(monkeypatch):
     """Kernels then write the gradients of all rows into one memory."""
     _, x, taken = cases.one_group(monkeypatch)
     model, _ = cases.small(statistics_batch_size=4)
-    settle(model, fade_prior=True)
+    settle(model)
     found = step(model, x)
-    assert taken and cases.shares_rows(taken)
+    assert bool(taken) == has_priors(model)
+    assert not taken or cases.shares_rows(taken)
     cases.assert_same(found, the_long_way(monkeypatch, step, model, x))
+
+
+def has_priors(model):
+    """Then norms are in bundles, unless the priors have faded."""
+    return any(getattr(norm, "prior_features", None) is not None for _, norm in norms(model))
+
+
+def test_without_priors_no_bundle_runs(monkeypatch):
+    """The gradients of γ and β of all norms are parts of one memory, and belong to the parameters alone."""
+    monkeypatch.setattr(PriorBundles, "fill", None)
+    model, x = cases.small()
+    settle(model, fade_prior=True)
+    cases.own_step(model, x)
+    grads = [p.grad for _, norm in norms(model) for p in (norm.weight, norm.bias)]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+    before = [grad.clone() for grad in grads]
+    cases.own_step(model, 2 * x)
+    assert all(torch.equal(now, old) for now, old in zip(grads, before, strict=True))  # another step has other memory
+
+
+def faded():
+    model, x = cases.small()
+    settle(model, fade_prior=True)
+    return model, x
+
+
+def without_affine(model):
+    model.norm1.weight = model.norm1.bias = None
+
+
+def without_bias(model):
+    model.norm1.bias = None
+
+
+def other_memory(model):
+    model.norm1.weight.data = model.norm1.weight.data.clone()
+
+
+def other_layout(model):
+    model.norm1.weight.data = torch.stack([model.norm1.weight.data] * 2, 1)[:, 0]
+
+
+def computed(model):
+    torch.nn.utils.parametrize.register_parametrization(model.norm1, "weight", Doubled())
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+PARAMETERS = {without_affine: 0, without_bias: 0, other_memory: 0, other_layout: 1, computed: 1}
+
+
+@pytest.mark.parametrize("change", PARAMETERS, ids=lambda each: each.__name__)
+def test_parameters_that_change(change, monkeypatch):
+    """The number of norms that kernels cannot read any more. They take the long way."""
+    model, x = faded()
+    own_step(model, x)
+    twin = copy.deepcopy(model)
+    change(model)
+    change(twin)
+    taken = count_short(monkeypatch)
+    found = own_step(model, x)
+    assert len(taken) == len(list(norms(model))) - PARAMETERS[change]
+    cases.assert_same(found, the_long_way(monkeypatch, own_step, twin, x))
+
+
+def test_gains_that_are_not_read_get_zero(monkeypatch):
+    """DDP waits for a gradient of each parameter. Each gain has memory of its own, because optimizers change it."""
+    model, x = faded()
+    cases.own_step(model, x)
+    gains = [norm.gain_logit for _, norm in norms(model) if getattr(norm, "gain_logit", None) is not None]
+    assert bool(gains) == has_priors(model)
+    for gain in gains:
+        assert gain.grad.shape == gain.shape
+        assert (gain.grad == 0).all()
+        gain.grad += 1
+    assert all((gain.grad == 1).all() for gain in gains)
+
+
+@pytest.mark.parametrize("work", [work for work in WORKS if work is not checkpointed], ids=lambda work: work.__name__)
+def test_unusual_steps_without_priors(work, monkeypatch):
+    model, x = faded()
+    own_step(model, x)
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    cases.assert_same(work(model, x), the_long_way(monkeypatch, work, twin, x))
+
+
+def test_other_backwards_without_priors(monkeypatch):
+    """As above: only `backward` adds to what was collected, and a gradient that was taken away is made again."""
+    model, x = faded()
+    states = [norm.closing for _, norm in norms(model)]
+    own_step(model, x)
+    once = collected(model)
+    assert all((each[:, 2] == 1).all() for each in once)
+    loss = model(x).square().sum()
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward(inputs=list(model.parameters()), retain_graph=True)
+    found = torch.autograd.grad(loss, [state.probe for state in states], retain_graph=True)
+    assert all(torch.equal(now, old) for now, old in zip(collected(model), once, strict=True))
+    states[0].probe.grad = None
+    for state in states[1:]:
+        state.probe.grad.zero_()
+    loss.backward()
+    for one, other in zip(collected(model), found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_backward_inside_another_one_without_priors():
+    """It has gradients of its own: a hook differentiates the same graph in the middle of the backward."""
+    model, x = faded()
+    inner = []
+
+    def differentiate(grad):
+        if not inner:
+            inner.append(None)
+            inner[0] = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return grad
+
+    middle = []
+    handle = model.norm1.register_forward_hook(lambda module, given, y: middle.append(y))
+    loss = model(x).square().sum()
+    handle.remove()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    middle[0].register_hook(differentiate)
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    for parameter, other, grad in zip(model.parameters(), inner[0], expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+        torch.testing.assert_close(other, grad)

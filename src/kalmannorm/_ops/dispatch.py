@@ -18,10 +18,10 @@ from kalmannorm._ops.moving import aten_moving
 from kalmannorm._ops.normalize import aten, aten_settled, native, native_settled
 from kalmannorm._ops.normalize.aten_learned import AtenLearned
 from kalmannorm._ops.normalize.aten_rows import AtenRows
-from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledRows
+from kalmannorm._ops.normalize.aten_settled_rows import AtenSettledAlone, AtenSettledRows
 from kalmannorm._ops.normalize.native_learned import NativeLearned
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.native_settled import NativeSettledRows
+from kalmannorm._ops.normalize.native_settled import NativeSettledAlone, NativeSettledRows
 from kalmannorm._ops.plain import PLAIN
 from kalmannorm._ops.track import aten_many
 from kalmannorm.moments import closed
@@ -95,6 +95,18 @@ def settled_row_kernels_for(x: Tensor, statistics_batch_size: int) -> type | Non
     from kalmannorm._ops.normalize.triton_settled_rows import TritonSettledRows
 
     return TritonSettledRows
+
+
+def settled_alone_kernels_for(x: Tensor, statistics_batch_size: int) -> type | None:
+    """As `row_kernels_for`, for a settled norm without a prior."""
+    kernels = kernels_for(x, statistics_batch_size)
+    if kernels is native:
+        return NativeSettledAlone
+    if kernels is aten:
+        return AtenSettledAlone if x.device.type == "cpu" else None
+    from kalmannorm._ops.normalize.triton_settled_alone import TritonSettledAlone
+
+    return TritonSettledAlone
 
 
 def learned_kernels_for(x: Tensor, statistics_batch_size: int, inputs: int) -> type | None:

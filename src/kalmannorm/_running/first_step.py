@@ -18,6 +18,7 @@ from kalmannorm._ops.dispatch import (
     learned_kernels_for,
     on_device_of,
     row_kernels_for,
+    settled_alone_kernels_for,
     settled_row_kernels_for,
 )
 from kalmannorm._ops.filters.definition import Computation
@@ -63,10 +64,10 @@ def launches_of_step(
     shapes = shapes_of_inputs(bundles.calls, call, x)
     fused = fused_norms(model)
     found = list[Any]()
-    for part in bundles.parts:
+    for part in [] if bundles.alone else bundles.parts:
         found += _of_bundle(part, context)
     for part in bundles.parts:
-        found += _of_norms(part, shapes, fused, x, context, bundles.learned)
+        found += _of_norms(part, shapes, fused, x, context, bundles)
     if model is not None:
         found += _of_filters(model, x.device)
     return found
@@ -145,11 +146,11 @@ def _of_norms(
     fused: dict[int, tuple[bool, bool]],
     x: Tensor,
     context: Context,
-    learned: bool,
+    bundles: PriorBundles,
 ) -> Iterator[Wanted]:
     from kalmannorm._ops.triton_building import Wanted
 
-    groups, bundle = groups_in(part, context), part.bundle
+    groups, bundle, learned = groups_in(part, context), part.bundle, bundles.learned
     rows = spread(bundle, torch.empty((5, bundle.channels), device="meta"), groups)
     layout = Layout(groups, bundle.widths, learned, bool(settled_states(part)))
     moments = torch.empty(layout.total, device="meta")
@@ -170,7 +171,7 @@ def _of_norms(
         if norm.runs_settled():
             if learned:
                 continue
-            kernels_for = settled_row_kernels_for
+            kernels_for = settled_alone_kernels_for if bundles.alone else settled_row_kernels_for
         kind: Any = kernels_for(x, norm.statistics_batch_size or 0, **options)
         if kind is None:
             continue

@@ -30,7 +30,7 @@ from kalmannorm._ops.propagate.aten import Made
 from kalmannorm._ops.propagate.bundle import Bundle
 from kalmannorm._ops.propagate.rows import asked_of, differentiated, spread, summed
 from kalmannorm._running.bundling import Call, Fitting, Part, form_of, parts_of
-from kalmannorm._running.closing_sums import Collecting, idle_gains, settled_states
+from kalmannorm._running.closing_sums import Collecting, settled_states
 from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Context, Program, Step
@@ -94,8 +94,9 @@ def _has_gain(norm: WeakModule) -> bool:
 class PriorBundles:
     """The bundles of one model, or of a part that is called by itself."""
 
-    def __init__(self, program: Program, calls: Sequence[Call], learned: bool = False) -> None:
-        self.program, self.calls, self.learned = program, calls, learned
+    def __init__(self, program: Program, calls: Sequence[Call], *, learned: bool = False, alone: bool = False) -> None:
+        """`alone`: norms are settled and read no priors, so each reads its γ and β by itself."""
+        self.program, self.calls, self.learned, self.alone = program, calls, learned, alone
         self.filters = False  # whether the parts read the filters that convolutions compute
         self.parts: list[Part] = []
         self.watched: tuple[list[int], list[Step]] = [], []  # the steps of all parts
@@ -110,7 +111,8 @@ class PriorBundles:
     def of(cls, plan: Plan, part: nn.Module | None, faded: bool = False) -> PriorBundles:
         """The bundles for all norms of a plan, or for those in a part of the model.
 
-        `faded`: all priors have faded. The bundles have γ and β of the norms that run once.
+        `faded`: all priors have faded. Then the norms that run once read nothing of each other, and no bundle runs: see
+        `settled_way.py`.
         """
         inside = None if part is None else {id(module) for module in part.modules()}
         calls = [
@@ -125,7 +127,7 @@ class PriorBundles:
             if call.target is not None or (len(norm.calls) == 1 and plan.transition == "weights")
             if inside is None or id(norm.module.module()) in inside
         ]
-        return cls(plan.program, sorted(calls, key=lambda call: call.identity))
+        return cls(plan.program, sorted(calls, key=lambda call: call.identity), alone=faded)
 
     @classmethod
     def of_learned(cls, plan: Plan, part: nn.Module | None) -> PriorBundles:
@@ -219,7 +221,7 @@ class PriorBundles:
         if torch.is_grad_enabled():
             states = settled_states(part)
             if states:
-                collecting = results.collecting[number] = Collecting(states, idle_gains(part))
+                collecting = results.collecting[number] = Collecting(states)
             gradients = RowGradients.fitting(part.bundle.widths, groups)
             if gradients is not None:
                 results.gradients[number] = gradients
@@ -248,7 +250,7 @@ class PriorBundles:
         if run is None:
             run = fitting.runs[context.dtype] = runner(bundle, context, tensors)
         with full_precision(context.device), on_device_of(tensors[0]):
-            further = [] if collecting is None else collecting.inputs
+            further = [] if collecting is None else collecting.probes
             if torch.is_grad_enabled() and (further or True in [tensor.requires_grad for tensor in tensors]):
                 given = bundle, run, context.dtype, groups, fitting, collecting, gradients
                 return _bundled(*given, *tensors, *further)

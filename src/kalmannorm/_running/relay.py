@@ -35,6 +35,7 @@ from kalmannorm._running.learned_way import LearnedForward
 from kalmannorm._running.paths import Path
 from kalmannorm._running.prior_bundles import Prior, PriorBundles, Results
 from kalmannorm._running.scopes import Memo, Scope, ThreadState, kept_by
+from kalmannorm._running.settled_way import SettledForward
 from kalmannorm._running.short_way import ShortForward
 from kalmannorm._support.activation_checkpoints import Segment, recompute_id, segments, unseen
 from kalmannorm._support.changes import Changes
@@ -56,6 +57,7 @@ _OF_THIS_PROCESS = (
     "bundles",
     "bundles_without_priors",
     "faded",
+    "settled",
     "tables",
     "number",
     "compiled",
@@ -144,8 +146,13 @@ class Relay:
             state.home = active[0].key if active else None
             if not active and recompute_id() == -1 and not compiled and not torch.compiler.is_compiling():
                 given = self._bundles_of_part(self._has_faded()), state.memo, self._model()
-                state.short = LearnedForward(*given, self) if self.learned else ShortForward(*given)
+                state.short = self._short_forward(*given)
         state.depth += 1
+
+    def _short_forward(self, bundles: PriorBundles, memo: dict[Any, Any], model: WeakModule) -> ShortForward:
+        if self.learned:
+            return LearnedForward(bundles, memo, model, self)
+        return (SettledForward if bundles.alone else ShortForward)(bundles, memo, model)
 
     def leave(self, whole: bool) -> None:
         state = self.state

@@ -108,6 +108,7 @@ class ShortPart:
         self.pitch = part.bundle.channels
         self.layouts: dict[tuple[int, ...], Layout] = {}  # by the numbers of groups, and whether norms are settled
         self.tables: dict[Any, Any] = {}
+        self.constants: dict[Any, Tensor] = {}  # instead of a missing γ or β
 
     @classmethod
     def of(cls, part: Part, prior: bool) -> ShortPart:
@@ -134,9 +135,10 @@ class Block:
     def __init__(
         self,
         part: ShortPart,
-        rows: Sequence[Tensor],
+        dtype: torch.dtype,
         groups: Sequence[int],
         x: Tensor,
+        rows: Sequence[Tensor] = (),
         settled: States | None = None,
         collecting: Collecting | None = None,
         gradients: RowGradients | None = None,
@@ -146,7 +148,7 @@ class Block:
         self.layout = part.layout(groups, bool(settled))
         self.device, self.index = x.device, x.get_device()
         self.gradients, self.stream = torch.is_grad_enabled(), stream_of(self.index)
-        self.moments = torch.empty(self.layout.total, device=x.device, dtype=rows[0].dtype)
+        self.moments = torch.empty(self.layout.total, device=x.device, dtype=dtype)
         self.memory = Memory(self.moments, Scratch(gradients))
         if gradients is not None:
             gradients.places = self.layout.places
@@ -321,7 +323,7 @@ class ShortForward:
             return None
         if self._sharded(part):
             return None
-        given = ShortPart.of(part, self.bundles.learned), rows, groups, x
+        given = ShortPart.of(part, self.bundles.learned), dtype, groups, x, rows
         return Block(*given, settled_states(part), results.collecting.get(number), results.gradients.get(number))
 
     def _sharded(self, part: Part) -> bool:

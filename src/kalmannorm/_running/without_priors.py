@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from kalmannorm._running.paths import Path
 from kalmannorm._running.prior_bundles import PriorBundles
 from kalmannorm._running.relay import Relay
 from kalmannorm._running.wires import Wire
+from kalmannorm._support.changes import Changes
 from kalmannorm._wiring.plan import Plan
 from kalmannorm._wiring.program import Program
 from kalmannorm._wiring.weak_modules import WeakModule
@@ -30,14 +32,34 @@ class RelayWithoutPriors(Relay):
     def __init__(self) -> None:
         super().__init__(Plan(Program(), {}, "weights"))
 
+    def _begin(self) -> None:
+        super()._begin()
+        self.settled: tuple[int, WeakKeyDictionary[nn.Module, bool]] = -1, WeakKeyDictionary()
+
     def _bundles_of_part(self, faded: bool) -> PriorBundles:
         part = self.state.part
         assert part is not None
-        if part not in self.bundles:
-            found: list[Any] = [each for each in part.modules() if self._connects(each)]
-            calls = [Call(norm.wire.calls[0], None, WeakModule(norm)) for norm in found]
-            self.bundles[part] = PriorBundles(self.program, calls)
-        return self.bundles[part]
+        known = self.bundles_without_priors if faded else self.bundles
+        if part not in known:
+            calls = [Call(norm.wire.calls[0], None, WeakModule(norm)) for norm in self._norms_of(part)]
+            known[part] = PriorBundles(self.program, calls, alone=faded)
+        return known[part]
+
+    def _norms_of(self, part: nn.Module) -> list[Any]:
+        return [each for each in part.modules() if self._connects(each)]
+
+    def _has_faded(self) -> bool:
+        """Whether all norms of the part are settled."""
+        part = self.state.part
+        assert part is not None
+        count, known = self.settled
+        if count != Changes.count:
+            known = WeakKeyDictionary()
+            self.settled = Changes.count, known
+        if part not in known:
+            norms = self._norms_of(part)
+            known[part] = bool(norms) and all(norm.runs_settled() for norm in norms)
+        return known[part]
 
     def _model(self) -> WeakModule:
         return WeakModule(self.state.part)

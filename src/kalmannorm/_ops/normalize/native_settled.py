@@ -18,7 +18,16 @@ from kalmannorm._ops.normalize.arguments import SettledGrads
 from kalmannorm._ops.normalize.aten_settled import forward as forward
 from kalmannorm._ops.normalize.native import ROWS, Backward, Forward
 from kalmannorm._ops.normalize.native_rows import NativeRows
-from kalmannorm._ops.normalize.row_kernels import Memory, Pair, SettledGradients, SettledSaved, kept_of
+from kalmannorm._ops.normalize.row_kernels import (
+    AloneSaved,
+    AloneSums,
+    Memory,
+    Pair,
+    Read,
+    SettledGradients,
+    SettledSaved,
+    kept_of,
+)
 
 
 def backward(given: SettledGrads) -> list[Tensor]:
@@ -65,33 +74,85 @@ class NativeSettledRows(NativeRows):
     def settle(
         self, x: Tensor, rows: Tensor, residual: Tensor | None, running: Pair, memory: Memory, start: int
     ) -> Tensor:
+        return self._settle(x, (rows[0, 0], rows[1, 0]), self._rows(rows), residual, running, memory, start)
+
+    def _settle(
+        self,
+        x: Tensor,
+        affine: Pair,
+        rows: tuple[int | None, ...],
+        residual: Tensor | None,
+        running: Pair,
+        memory: Memory,
+        start: int,
+    ) -> Tensor:
         mean, var = running
-        y = F.batch_norm(x, mean, var, rows[0, 0], rows[1, 0], False, 0.0, self.eps)
+        y = F.batch_norm(x, mean, var, *affine, False, 0.0, self.eps)
         if residual is not None:
             y.add_(residual)
         if self.relu:
             y.relu_()
         moments = memory.moments.data_ptr() + start * self.bytes
-        given = Forward(x.data_ptr(), None, self._rows(rows), None, moments)
+        given = Forward(x.data_ptr(), None, rows, None, moments)
         self.run(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         torch.stack([mean, (var + self.eps).rsqrt_()], out=kept_of(self, memory.moments.data, start))
         return y
 
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients:
         x, y, rows, expected = saved
+        given = self._rows(rows), expected.address(), None
+        dx, d_rows, d_residual = self._differentiate(grad_y, x, y, memory, start, *given)
+        return dx, d_rows, d_residual
+
+    def _differentiate(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        memory: Memory,
+        start: int,
+        rows: tuple[int | None, ...],
+        averages: int,
+        collected: int | None,
+    ) -> SettledGradients:
         if grad_y.stride() != self.strides:
             grad_y = torch.empty_like(x).copy_(grad_y)
         dx = torch.empty_like(x)
-        d_rows = rows.new_empty((ROWS, self.groups, self.channels))
+        d_rows = memory.moments.new_empty((ROWS, self.groups, self.channels))
         d_residual = None if y is None or not self.residual else torch.empty_like(x)
         moments = memory.moments.data_ptr() + start * self.bytes
         centre = moments + 4 * self.groups * self.channels * self.bytes
         given = Backward(
             grad_y.data_ptr(), x.data_ptr(), native.address(y), moments,
-            self._rows(rows), (None,) * 4, dx.data_ptr(), native.address(d_residual), d_rows.data_ptr(), centre,
-            centre + self.channels * self.bytes, expected.address(), None,
+            rows, (None,) * 4, dx.data_ptr(), native.address(d_residual), d_rows.data_ptr(), centre,
+            centre + self.channels * self.bytes, averages, collected,
         )  # fmt: skip
         self.run_settled(ctypes.byref(self.shape), ctypes.byref(given), threads_for(self.elements))
         if self.residual and d_residual is None:
             d_residual = grad_y
         return dx, d_rows, d_residual
+
+
+class NativeSettledAlone(NativeSettledRows):
+    """One settled norm without a prior, with the interface of `SettledAloneKernels`."""
+
+    def settle(  # type: ignore[override]
+        self, x: Tensor, read: Read, residual: Tensor | None, memory: Memory, start: int
+    ) -> Tensor:
+        weight, bias, mean, var, _ = read
+        return self._settle(x, (weight, bias), self._given(weight, bias), residual, (mean, var), memory, start)
+
+    def _given(self, weight: Tensor, bias: Tensor) -> tuple[int | None, ...]:
+        return weight.data_ptr(), bias.data_ptr(), None, None, None
+
+    def differentiate(  # type: ignore[override]
+        self, grad_y: Tensor, saved: AloneSaved, sums: AloneSums, memory: Memory, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        x, y, weight, bias, expected = saved
+        collected = torch.empty_like(sums[2])
+        given = self._given(weight, bias), expected.address(), collected.data_ptr()
+        dx, d_rows, d_residual = self._differentiate(grad_y, x, y, memory, start, *given)
+        torch.sum(d_rows[0], 0, out=sums[0])
+        torch.sum(d_rows[1], 0, out=sums[1])
+        sums[2].add_(collected)
+        return dx, d_residual

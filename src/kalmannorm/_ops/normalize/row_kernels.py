@@ -130,6 +130,44 @@ class SettledRowKernels(RowKernels, Protocol):
     def differentiate(self, grad_y: Tensor, saved: SettledSaved, memory: Memory, start: int) -> SettledGradients: ...
 
 
+class Read(NamedTuple):
+    """What a settled norm without a prior reads: γ, β, running mean and variance, and the addresses of these four."""
+
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor
+    var: Tensor
+    addresses: tuple[int, ...]
+
+
+AloneSaved = tuple[Tensor, Tensor | None, Tensor, Tensor, Expected]
+"""What the backward of a settled norm without a prior reads: x, y if its sign is the mask, γ, β, and the averages."""
+AloneSums = tuple[Tensor, Tensor, Tensor]
+"""Where a backward writes the gradients of γ and β, and where it adds what the closing phase collects, (C, 3)."""
+
+
+class SettledAloneKernels(Protocol):
+    """One settled norm without a prior on x of one shape, prepared: see `triton_settled_alone.py`."""
+
+    keeps_output: bool
+    groups: int
+    channels: int
+    relu: bool
+    residual: bool
+    values: int
+    size: int
+
+    def settle(self, x: Tensor, read: Read, residual: Tensor | None, memory: Memory, start: int) -> Tensor:
+        """y. Writes the moments, and behind them what the backward needs of the running statistics."""
+
+    def differentiate(
+        self, grad_y: Tensor, saved: AloneSaved, sums: AloneSums, memory: Memory, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of x and of the residual."""
+
+    def moments(self, moments: Tensor, start: int) -> tuple[Tensor, ...]: ...
+
+
 class Grouped(Protocol):
     groups: int
     channels: int

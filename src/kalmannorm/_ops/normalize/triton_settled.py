@@ -168,12 +168,13 @@ def settled_backward_kernel(
     N, G, C, L, m, splits, chunks, weight_row, bias_row, prior_mean_row, prior_var_row, gain_step,
     BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, EVEN: tl.constexpr, PRIOR: tl.constexpr, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
-    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, TOTAL: tl.constexpr, PDL: tl.constexpr,
+    AT_POSTERIOR: tl.constexpr, AT_OBSERVATION: tl.constexpr, TOTAL: tl.constexpr, ADDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """dx of a share, and its Σ g and Σ g (x - m), (2, S, G, K, C). RESIDUAL: y is the mask, and g is also stored.
 
     The first program of a group stores the gradient rows (G, C) of the prior and the gain. TOTAL: the share is all of
-    x, so its sums are what `settled_sums_kernel` makes of shares.
+    x, so its sums are what `settled_sums_kernel` makes of shares. ADDS: see there.
     """
     await_previous(PDL)
     C, columns, rows = in_rows(C, L, V, K, CHANNELS_LAST)
@@ -228,8 +229,8 @@ def settled_backward_kernel(
         tl.store(dx_ptr + start + within, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     sum_g, sum_gx = tl.sum(lanes_g, 0), tl.sum(lanes_gx, 0)
     if TOTAL:
-        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, True)
-        store_sum_gz(rho * sum_gx, channel, in_c, collected_ptr, d_weight_ptr, True)
+        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, True, ADDS)
+        store_sum_gz(rho * sum_gx, channel, in_c, collected_ptr, d_weight_ptr, True, ADDS)
     else:
         there = (split * G + group).to(tl.int64) * columns + column
         plane = tl.full([1], splits, tl.int64) * G * columns
@@ -238,18 +239,25 @@ def settled_backward_kernel(
 
 
 @triton.jit
-def store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, TO_BIAS: tl.constexpr):
+def store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, TO_BIAS: tl.constexpr, ADDS: tl.constexpr):
     if collected_ptr is not None:
-        tl.store(collected_ptr + channel * 3, sum_g, mask=in_c)
-        tl.store(collected_ptr + channel * 3 + 2, tl.full([sum_g.shape[0]], 1.0, tl.float32), mask=in_c)
+        collect(collected_ptr + channel * 3, sum_g, in_c, ADDS)
+        collect(collected_ptr + channel * 3 + 2, tl.full([sum_g.shape[0]], 1.0, tl.float32), in_c, ADDS)
     store_row(d_bias_ptr, channel, sum_g, in_c, TO_BIAS)
 
 
 @triton.jit
-def store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, TO_WEIGHT: tl.constexpr):
+def store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, TO_WEIGHT: tl.constexpr, ADDS: tl.constexpr):
     if collected_ptr is not None:
-        tl.store(collected_ptr + channel * 3 + 1, sum_gz, mask=in_c)
+        collect(collected_ptr + channel * 3 + 1, sum_gz, in_c, ADDS)
     store_row(d_weight_ptr, channel, sum_gz, in_c, TO_WEIGHT)
+
+
+@triton.jit
+def collect(there, values, in_c, ADDS: tl.constexpr):
+    if ADDS:
+        values += tl.load(there, mask=in_c, other=0.0)
+    tl.store(there, values, mask=in_c)
 
 
 @triton.jit
@@ -268,9 +276,11 @@ def settled_sums_kernel(
     partial_ptr, rho_ptr, d_weight_ptr, d_bias_ptr, collected_ptr,
     source_0, source_1, source_2, target_0, target_1, target_2, G, C, splits,
     K: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, COUNT: tl.constexpr,
-    WEIGHT_ROWS: tl.constexpr, BIAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+    WEIGHT_ROWS: tl.constexpr, BIAS_ROWS: tl.constexpr, ADDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum the shares: over all groups for the probe, γ and β, and the rows of COUNT other parameters.
+
+    ADDS: what the probe gets is added to what is there, as autograd adds gradients.
 
     The first two jobs are Σ g and Σ g z. COUNT jobs follow, and then one for every group if γ or β has rows of groups.
     Without `collected_ptr` nobody needs sums over all groups.
@@ -282,10 +292,10 @@ def settled_sums_kernel(
     plane = tl.full([], splits, tl.int64) * G * (C * K)
     if job == 0 and collected_ptr is not None:
         sum_g = total_of(partial_ptr, splits * G * K, C, channel, in_c, BG, BC)
-        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, not BIAS_ROWS)
+        store_sum_g(sum_g, channel, in_c, collected_ptr, d_bias_ptr, not BIAS_ROWS, ADDS)
     if job == 1 and collected_ptr is not None:
         sum_gz = rho * total_of(partial_ptr + plane, splits * G * K, C, channel, in_c, BG, BC)
-        store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, not WEIGHT_ROWS)
+        store_sum_gz(sum_gz, channel, in_c, collected_ptr, d_weight_ptr, not WEIGHT_ROWS, ADDS)
     if job == 2:
         sum_rows(source_0, target_0, G, C, channel, BG, BC, COUNT > 0)
     if job == 3:

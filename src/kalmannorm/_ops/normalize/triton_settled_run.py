@@ -124,7 +124,9 @@ def backward_launch(
     relu: bool,
     residual: bool,
     arrived: tuple[bool, bool],
+    adds: bool = False,
 ) -> Ready:
+    """`adds`: to the sums that were collected before."""
     numbers = shape.N, shape.groups, *shape[1:4], how.splits, how.chunks, *row_strides.numbers
     options = tile_of(shape, how, device) | {
         "K": how.K,
@@ -134,16 +136,20 @@ def backward_launch(
         "AT_POSTERIOR": arrived[0],
         "AT_OBSERVATION": arrived[1],
         "TOTAL": total(shape, how),
+        "ADDS": adds,
     }
     grid = (blocks_of(shape.C * how.K, how.BC) * how.splits * shape.groups,)
     return Ready(kernels.settled_backward_kernel, grid, numbers, options)
 
 
 @functools.lru_cache(maxsize=KEPT)
-def sums_launch(shape: Shape, how: Launch, device: torch.device, summed: int, per_group: tuple[bool, bool]) -> Ready:
+def sums_launch(
+    shape: Shape, how: Launch, device: torch.device, summed: int, per_group: tuple[bool, bool], adds: bool = False
+) -> Ready:
     """Sums of shares, and of the rows of `summed` parameters. `per_group`: whether γ and β get a row for each group."""
     G, C, BC = shape.groups, shape.C, 16
     jobs = 2 + summed + (G if any(per_group) else 0)
     options = {"K": how.K, "BG": min(power(how.splits * G * how.K), 64), "BS": how.merged, "BC": BC}
-    options |= {"COUNT": summed, "WEIGHT_ROWS": per_group[0], "BIAS_ROWS": per_group[1]} | launch_options(device)
+    options |= {"COUNT": summed, "WEIGHT_ROWS": per_group[0], "BIAS_ROWS": per_group[1], "ADDS": adds}
+    options |= launch_options(device)
     return Ready(kernels.settled_sums_kernel, (jobs * blocks_of(C, BC),), (G, C, how.splits), options)

@@ -1,0 +1,172 @@
+"""The autograd node of a settled norm that has no prior, or whose prior has faded.
+
+It reads nothing of other norms: its inputs are x, its own γ and β, and the probe of the closing phase. So no bundle has
+to run before it, and the gradients of γ and β come from here. The gradient is that of no function, as in
+`settled_rows.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kalmannorm._ops.normalize import registered_settled
+from kalmannorm._ops.normalize.aten_settled_rows import op_inputs
+from kalmannorm._ops.normalize.registered import watched
+from kalmannorm._ops.normalize.row_kernels import Expected, Memory, Read, SettledAloneKernels
+
+PROBE = 3
+"""The number of the probe among the inputs of the node."""
+WIDTH = 4
+"""Gradients begin at multiples of so many values, 16 bytes in float32."""
+
+
+class OwnGradients:
+    """Memory for the gradients of γ and β of many norms in one backward, and gradients of their idle gains.
+
+    `gains`: for each norm the shape of its gain if its prior has faded. The gradient is zero then. DDP waits for a
+    gradient of each parameter.
+    """
+
+    def __init__(self, channels: Sequence[int], gains: Sequence[torch.Size | None]) -> None:
+        padded = [-(-count // WIDTH) * WIDTH for count in channels]
+        self.sizes, self.gains = [size for size in padded for _ in range(2)], gains
+        self.made: Made | None = None
+
+    def of(self, index: int, like: Tensor, ctx: Any) -> tuple[Any, Any, Any, bool]:
+        """Gradients of γ, β and the gain of one norm, and whether this backward adds up gradients at the probes.
+
+        `ctx` is that of its node. A backward inside another one has memory of its own.
+        """
+        made, backward = self.made, torch._C._current_graph_task_id()
+        if made is None or made.backward != backward:
+            whole, adds = like.new_empty(sum(self.sizes)), adds_up(ctx.next_functions[PROBE][0])
+            made = self.made = Made(backward, [*whole.split_with_sizes(self.sizes)], self._zeros(like), adds)
+        parts, gains = made.parts, made.gains
+        found = parts[2 * index], parts[2 * index + 1], gains[index], made.adds
+        # Each is given away once: autograd keeps a gradient without a copy only if nobody else has it.
+        parts[2 * index] = parts[2 * index + 1] = gains[index] = None
+        return found
+
+    def _zeros(self, like: Tensor) -> list[Any]:
+        shapes = [shape for shape in self.gains if shape is not None]
+        if not shapes:
+            return [None] * len(self.gains)
+        sizes = [shape.numel() for shape in shapes]
+        parts = iter(like.new_zeros(sum(sizes)).split_with_sizes(sizes))
+        flat = [None if shape is None else next(parts) for shape in self.gains]
+        return [
+            part if part is None or shape is None or len(shape) == 1 else part.view(shape)
+            for part, shape in zip(flat, self.gains, strict=True)
+        ]
+
+    def forget(self) -> None:
+        self.made = None
+
+
+class Made(NamedTuple):
+    """What one backward has: gradients of γ and β in turn, those of gains, and whether it adds up at the probes."""
+
+    backward: int
+    parts: list[Any]
+    gains: list[Any]
+    adds: bool
+
+
+def adds_up(node: Any) -> bool:
+    """Whether this backward adds up gradients at a leaf. `node` is the leaf's node.
+
+    `torch.autograd.grad` and `backward(inputs=...)` do not, or they return the gradients.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, for this leaf
+        return False
+
+
+class SettleAlone(torch.autograd.Function):
+    """y from x, γ, β, the probe, an idle gain and a residual. The moments are written into memory that norms share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        probe: Tensor,
+        gain: Tensor | None,
+        residual: Tensor | None,
+        run: Any,
+    ) -> Tensor:
+        kernels, memory, start, read, expected, gradients, index = run
+        y = kernels.settle(x, read, residual, memory, start)
+        ctx.run = kernels, memory.scratch, start, expected, gradients, index, probe
+        if kernels.keeps_output:
+            ctx.save_for_backward(x, weight, bias, memory.moments, y)
+        else:
+            ctx.save_for_backward(x, weight, bias, memory.moments)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        return (_refusing if torch.is_grad_enabled() else _differentiated)(ctx, grad_y)
+
+
+def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    kernels, scratch, start, expected, gradients, index, probe = ctx.run
+    x, weight, bias, moments, *rest = ctx.saved_tensors
+    saved = x, rest[0] if rest else None, weight, bias, expected
+    d_weight, d_bias, d_gain, adds = gradients.of(index, moments, ctx)
+    if kernels.channels % WIDTH:
+        d_weight, d_bias = d_weight[: kernels.channels], d_bias[: kernels.channels]
+    if grad_y.__class__ is not Tensor or watched(x):
+        dx, d_weight, d_bias, collected, d_residual = _through_the_op(kernels, grad_y, saved, moments, start)
+    else:
+        collected, sums = None, probe.grad if adds else None
+        if sums is None or not sums.is_contiguous():
+            collected = sums = moments.new_zeros((kernels.channels, 3))
+        memory = Memory(moments, scratch)
+        dx, d_residual = kernels.differentiate(grad_y, saved, (d_weight, d_bias, sums), memory, start)
+    if start == 0:  # the first of these norms, so the last of the backward
+        scratch.memory = None
+        gradients.forget()
+    return dx, d_weight, d_bias, collected, d_gain, d_residual, None
+
+
+_refusing: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(_differentiated)
+"""With `create_graph=True` it raises an error when its results are differentiated. It takes longer."""
+
+
+def _through_the_op(
+    kernels: SettledAloneKernels, grad_y: Tensor, saved: Any, moments: Tensor, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients by the registered op, for those who watch it."""
+    given = op_inputs(kernels, grad_y, saved, moments, start)
+    dx, d_weight, d_bias, collected, *rest = registered_settled.backward(given)
+    return dx, d_weight, d_bias, collected, rest[0] if rest else grad_y if kernels.residual else None
+
+
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, SettleAlone).apply
+"""`SettleAlone.apply` without its checks for `torch.func`. The caller has made them."""
+
+
+def settle_alone(
+    x: Tensor,
+    read: Read,
+    probe: Tensor,
+    gain: Tensor | None,
+    residual: Tensor | None,
+    kernels: SettledAloneKernels,
+    memory: Memory,
+    start: int,
+    expected: Expected,
+    gradients: OwnGradients,
+    index: int,
+) -> Tensor:
+    """y. The averages are those of this forward."""
+    run = kernels, memory, start, read, expected, gradients, index
+    return _apply(x, read.weight, read.bias, probe, gain, residual, run)
