@@ -90,6 +90,24 @@ class Fitting:
         return list(map(Tensor.data_ptr, tensors)) == self.addresses
 
 
+class Origins:
+    """The sources of a bundle by kind: parameters, computed filters, and moments of steps. `order`: of all of them."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        owned, computed, given = list[int](), list[int](), list[int]()
+        self.owned, self.computed = list[tuple[WeakModule, str]](), list[tuple[WeakModule, str]]()
+        self.given, self.shapes = list[tuple[int, int]](), list[tuple[int, ...]]()
+        for place, source in enumerate(sources):
+            if source.owner is None:
+                given.append(place)
+                self.given.append((source.step, source.part))
+                self.shapes.append(source.shape)
+            else:
+                (computed if source.computed else owned).append(place)
+                (self.computed if source.computed else self.owned).append((source.owner, source.name))
+        self.order = sorted(range(len(sources)), key=[*owned, *computed, *given].__getitem__)
+
+
 @dataclass
 class Part:
     """A bundle, and the steps, calls and modules that its tensors and results belong to."""
@@ -103,8 +121,12 @@ class Part:
     groups: tuple[Any, list[int]] | None = None  # the number of groups of each norm, and what it depends on
     fitting: Fitting | None = None  # the tensors of the last forward
     sharded: tuple[Fitting | None, bool] | None = None  # with these tensors: whether units of FSDP have the norms
+    origins: Origins = field(init=False)
     short: Any = None  # what forwards on the short way share
     settled: tuple[int, dict[int, Any]] | None = None  # see `closing_sums.settled_states`, with `Changes.count`
+
+    def __post_init__(self) -> None:
+        self.origins = Origins(self.sources)
 
 
 def parts_of(program: Program, calls: Sequence[Call], measure: Callable[[int], int], *, filters: bool) -> list[Part]:

@@ -284,21 +284,15 @@ def groups_of(norm: Any, examples: int) -> int:
 
 def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | None:
     """The current tensors of a bundle. None if they do not fit the bundle."""
-    found, owned, filters = list[Any](), list[Any](), list[Any]()
-    for shape, owner, name, step, piece, computed in part.sources:
-        if owner is None:
-            tensor = results[step][piece]
-            if not _fits(tensor, shape, context):
-                return None
-            found += (tensor,)
-        elif computed:
-            filters += (owner.tensor(name),)
-            found += filters[-1:]
-        else:
-            module = owner.reference()
-            stored = module is not None and name in module._parameters
-            owned += (module._parameters[name] if stored else owner.tensor(name),)  # type: ignore[union-attr]
-            found += owned[-1:]
+    origins = part.origins
+    owned, filters = _owned(origins.owned), [owner.tensor(name) for owner, name in origins.computed]
+    given = [results[step][piece] for step, piece in origins.given]
+    if not all(_fits(tensor, shape, context) for tensor, shape in zip(given, origins.shapes, strict=True)):
+        return None
+    found = owned
+    if filters or given:
+        listed = [*owned, *filters, *given]
+        found = [listed[place] for place in origins.order]
     # The same tensors fit again, unless someone gave them other memory, as FSDP does with `p.data`.
     if part.fitting is not None and part.fitting.holds(owned, context.device, filters):
         return found
@@ -309,6 +303,20 @@ def _tensors(part: Part, context: Context, results: Results) -> list[Tensor] | N
     forms = [form_of(each) for each in filters]
     part.fitting = Fitting(context.device, owned, [tensor.data_ptr() for tensor in owned], forms)
     return found
+
+
+def _owned(owned: Sequence[tuple[WeakModule, str]]) -> list[Any]:
+    """Parameters, or what is in their place."""
+    try:
+        return [owner.reference()._parameters[name] for owner, name in owned]  # type: ignore[union-attr]
+    except (AttributeError, KeyError):  # a module was deleted, or has a tensor that is no parameter
+        return [_stored(owner, name) for owner, name in owned]
+
+
+def _stored(owner: WeakModule, name: str) -> Any:
+    module = owner.module()
+    stored = module is not None and name in module._parameters
+    return module._parameters[name] if stored else owner.tensor(name)  # type: ignore[union-attr]
 
 
 def _fits(tensor: Any, shape: tuple[int, ...], context: Context) -> bool:
