@@ -120,11 +120,14 @@ def _cell(found: dict[str, Row], name: str, column: str, digits: int) -> str:
 
 
 def _steps(rows: list[Row]) -> list[str]:
+    """Records of settled nets also show eager steps: they say what the recipe costs in a plain loop."""
     first = rows[0]
+    eager = any("settled" in row["way"] for row in rows) and all(row["eager_ms"] for row in rows)
     graph = ", as a CUDA graph" if first["cuda_graph"] == "True" else ""
-    title = f"Training step, {first['model']}, {_images(first)}{graph}:"
+    title = f"Training step, {first['model']}, {_images(first)}{graph}{', and eager' if eager else ''}:"
     kernels = ["kernels"] if first["kernels"] else []
-    headings = ["", "setting", "ms", "ratio", "p20 – p80", *kernels, "peak MiB", "ratio of peaks"]
+    loop = ["eager, ms", "ratio", "p20 – p80"] if eager else []
+    headings = ["", "setting", "ms", "ratio", "p20 – p80", *loop, *kernels, "peak MiB", "ratio of peaks"]
     body = [
         [
             " ".join(filter(None, (row["method"], row["way"]))),
@@ -132,6 +135,7 @@ def _steps(rows: list[Row]) -> list[str]:
             f"{float(row['ms']):.2f}",
             f"{float(row['ratio']):.2f}",
             f"{float(row['ratio_p20']):.2f} – {float(row['ratio_p80']):.2f}",
+            *(_eager(row) if eager else []),
             *([row["kernels"]] if kernels else []),
             f"{float(row['peak_mib']):.0f}",
             f"{float(row['peak_ratio']):.3f}",
@@ -139,6 +143,14 @@ def _steps(rows: list[Row]) -> list[str]:
         for row in rows
     ]
     return [title, *markdown(headings, body, 2)]
+
+
+def _eager(row: Row) -> list[str]:
+    return [
+        f"{float(row['eager_ms']):.1f}",
+        f"{float(row['eager_ratio']):.2f}",
+        f"{float(row['eager_ratio_p20']):.2f} – {float(row['eager_ratio_p80']):.2f}",
+    ]
 
 
 def _nets(rows: list[Row]) -> list[str]:
