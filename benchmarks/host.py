@@ -133,7 +133,7 @@ def main() -> None:
         sys.exit("kernels would run on this machine: hide its GPUs with CUDA_VISIBLE_DEVICES=")
     check_paths(given.output, None)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "kalmannorm")  # nothing is computed
+    warnings.filterwarnings("ignore", "kalmannorm|ClosingPhase.step")  # nothing is computed
     with pytest.MonkeyPatch.context() as patch:
         no_launches(patch)
         load = round(os.getloadavg()[0], 1)

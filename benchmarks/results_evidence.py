@@ -48,6 +48,7 @@ QUESTIONS = {
 }
 MODES = ("population", "batch", "example", "recalibrated")
 SAME_M = "batch norm with the same groups"
+CLOSED = "with a closing phase (BKN from 30 to 60 % of the training, groups from 5 to 35 %)"
 AUTHORS = {"batch norm": 8.7, "group norm": 8.5, "BKN": 7.6}
 """Final errors in % of ResNet-32 on the validation images of CIFAR-10, as the authors' code reports them."""
 
@@ -128,6 +129,37 @@ def _against_m(cell: str) -> str:
             f"{told}. Its BKN has a constant gain and no learned matrix."
         )
     return text + bullets(lines_below)
+
+
+def beside_groups() -> list[list[str]]:
+    """Lines of the table of advice: BKN beside batch norm with the same groups, with and without a closing phase."""
+    phases = {", closing phase": (CLOSED, range(1, 9)), "": ("without a closing phase", range(2, 33))}
+    made = (_beside_groups(cell, phase, *given) for cell in chosen.cells(rows()) for phase, given in phases.items())
+    return [line for line in made if line is not None]
+
+
+def _beside_groups(cell: str, phase: str, told: str, within: range) -> list[str] | None:
+    found, images = chosen.points(cell, rows()), table.TEST[CELLS[cell].images]
+    names, sizes, above = (f"BKN{phase}", f"groups{phase}"), list[str](), list[str]()
+    shown: tuple[list[str], list[str]] = [], []
+    for m in sorted({m for _, m in found if m in within}, reverse=True):
+        points = [found[name, m] for name in names if (name, m) in found]
+        if len(points) < len(names) or points[0] is None:
+            continue
+        scores = [None if point is None else mean(point.tested("population")) for point in points]
+        for list_, score in zip(shown, scores, strict=True):
+            list_.append("diverged" if score is None else f"{score:.1f}")
+        sizes.append(str(m))
+        errors = [0.0 if score is None else standard_error(score, images) for score in scores]
+        if scores[1] is None or scores[0] - scores[1] > 2 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5:
+            above.append(str(m))
+    if not sizes:
+        return None
+    use = f"BKN at m = {' and '.join(filter(None, (', '.join(above[:-1]), above[-1])))}" if above else ""
+    rest = "" if len(above) == len(sizes) else "batch norm on groups, which is simpler"
+    measured = f"BKN {', '.join(shown[0])}, batch norm on the same groups {', '.join(shown[1])} %"
+    use = "; else ".join(filter(None, (use, rest)))
+    return [", ".join(sizes), f"{NAMES[cell]}, test", f"plain filters, {told}: {measured}, one seed each", use]
 
 
 def _shown(point: Point | None | str, way: str) -> str:

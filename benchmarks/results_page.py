@@ -179,7 +179,6 @@ def when() -> str:
     large = above(digits, 64, "population")
     eight = [above(digits, m, "population") for m in (32, 8)]
     four = above(digits, 4, "population")
-    at_four = "" if evidence.any_score(kind="kalman", m=4) else ". BKN was not run at m = 4 on the two larger nets"
     plain = trials.at("tiny100", Form(kind="kalman")) - trials.at("tiny100", Form(kind="batch"))
     at_one = {cell: (chosen(cell, "kalman", 1), chosen(cell, "ghost", 1)) for cell in ("tiny100", "cifar10")}
     tuned = {
@@ -229,12 +228,13 @@ def when() -> str:
                 f"{chosen('cifar10', 'ghost', 4):.1f} %, batch norm at 128 "
                 f"{chosen('tiny100', 'batch', 128, phase=False):.1f} and "
                 f"{chosen('cifar10', 'batch', 128, phase=False):.1f} %; on digits BKN {four.shown()} points against "
-                f"plain groups{at_four}",
+                "plain groups. These trials had no BKN at m = 4 on the larger nets",
                 four.points < 0,
                 all(trials.best(cell, "kalman", 4, phase=True) is None for cell in ("tiny100", "cifar10")),
             ),
             "batch norm on groups, with a closing phase",
         ],
+        *evidence.beside_groups(),
         *filters.larger_groups(),
         *(_of_recipe(cell, 2) for cell in trials.cells(test=True) if 2 in filters.differences(cell)),
         [

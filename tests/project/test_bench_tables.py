@@ -131,7 +131,7 @@ def test_of_inference_and_nets(folder):
     assert f"{fused['peak_mib']:.0f} | {fused['peak_ratio']:.3f} |" in text
 
 
-@pytest.mark.filterwarnings("ignore:kalmannorm")  # nothing is computed
+@pytest.mark.filterwarnings("ignore:kalmannorm", "ignore:ClosingPhase.step")  # nothing is computed
 def test_of_host_time(folder, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("kernels would really run")
