@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from kalmannorm import convert
+from kalmannorm import ClosingPhase, convert
+from kalmannorm._running.short_way import ShortForward
 from support import two_ranks
+from support.short_way import count_short
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
+FullyShardedDataParallel = fsdp.FullyShardedDataParallel
 
 
 def make(**options):
@@ -60,6 +63,31 @@ def on_one_rank(rank, blockwise=False, twice=False, **options):
         return str(error)
 
 
+def settled_units(rank, short):
+    """Gradients of a net whose priors have faded. Its units are gathered one after the other, gains of channels too.
+
+    `short`: whether norms may take the short way.
+    """
+    torch.manual_seed(0)
+    parts = [(3, 4), (4, 6), (6, 8)]
+    blocks = [nn.Sequential(nn.Conv2d(a, b, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in parts]
+    model = convert(nn.Sequential(*blocks), torch.randn(4, 3, 6, 6), per_channel_gain=True)
+    ClosingPhase(model, 100, start=0, end=0, fade_prior=True, process_group=None)
+    units = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or type(module) is nn.Sequential,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not short:
+            patch.setattr(ShortForward, "normalize", lambda *_: None)
+        taken = count_short(patch)
+        units(batch(rank).float()).square().mean().backward()
+    assert bool(taken) == short
+    return {name: p.grad for name, p in units.named_parameters() if p.grad is not None}
+
+
 COMPUTED = {"to": "group", "num_groups": 2, "weight_standardization": True}
 UNITS = {
     "weights": {"transition": "weights"},
@@ -73,6 +101,8 @@ SCENARIOS = {
     "ghost blocks": partial(on_one_rank, blockwise=True, to="ghost"),
     "ghost blocks twice": partial(on_one_rank, blockwise=True, twice=True, to="ghost"),
     "computed blocks": partial(on_one_rank, blockwise=True, **COMPUTED),
+    "settled units": partial(settled_units, short=True),
+    "settled units on the long way": partial(settled_units, short=False),
     "computed blocks twice": partial(on_one_rank, blockwise=True, twice=True, **COMPUTED),
 }
 
@@ -106,6 +136,15 @@ def test_computed_filters_block_by_block(ranks):
     expected = trained(make(**COMPUTED), [slice(0, 4), slice(4, 8)])
     assert_same(ranks, "computed blocks", expected)
     assert_same(ranks, "computed blocks twice", expected)
+
+
+def test_units_of_norms_whose_priors_have_faded(ranks):
+    assert any("gain" in name for found in ranks for name in found["settled units"])  # a rank has a part of them
+    for found in ranks:
+        short, long = found["settled units"], found["settled units on the long way"]
+        assert short.keys() == long.keys()
+        for name, grad in short.items():
+            torch.testing.assert_close(grad, long[name])
 
 
 def test_block_by_block_is_refused(ranks):

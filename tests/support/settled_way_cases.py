@@ -525,3 +525,60 @@ def test_a_backward_inside_another_one_without_priors():
     for parameter, other, grad in zip(model.parameters(), inner[0], expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
         torch.testing.assert_close(other, grad)
+
+
+def other_dtype_of_the_state(model):
+    for _, norm in norms(model):
+        norm.closing.double()
+
+
+def loaded_in_another_dtype(model):
+    state = {name: t.double() if name.endswith("averages") else t for name, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("fade", [False, True])
+@pytest.mark.parametrize("change", [other_dtype_of_the_state, loaded_in_another_dtype], ids=lambda each: each.__name__)
+def test_a_state_that_kernels_cannot_read(change, fade, monkeypatch):
+    model, x = cases.small()
+    settle(model, fade_prior=fade)
+    own_step(model, x)
+    twin = copy.deepcopy(model)
+    change(model)
+    change(twin)
+    taken = count_short(monkeypatch)
+    found = own_step(model, x)
+    assert not taken
+    cases.assert_same(found, the_long_way(monkeypatch, own_step, twin, x))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_parameters_that_get_other_memory_before_the_backward(strided, monkeypatch):
+    model, x = faded()
+    own_step(model, x)
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+
+    def work(model):
+        y = model(x)
+        data = model.norm1.weight.data
+        model.norm1.weight.data = torch.stack([data] * 2, 1)[:, 0] if strided else data.clone()
+        y.square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    cases.assert_same(work(model), the_long_way(monkeypatch, work, twin))
+
+
+def test_a_parametrization_is_evaluated_once():
+    class Counted(nn.Module):
+        def forward(self, x):
+            calls.append(None)
+            return x * 1.5
+
+    calls = []
+    model, x = faded()
+    torch.nn.utils.parametrize.register_parametrization(model.norm1, "weight", Counted())
+    own_step(model, x)
+    calls.clear()
+    own_step(model, x)
+    assert len(calls) == 1

@@ -25,7 +25,7 @@ def use_kernels_on_the_cpu(monkeypatch):
     monkeypatch.setattr(registered, "kernels_for", kernels_for)
     monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
     monkeypatch.setattr(triton_run, "processors_of", lambda x: 8)
-    for name in ("triton_rows", "triton_settled_run", "triton_settled_rows"):
+    for name in ("triton_rows", "triton_settled_run", "triton_settled_rows", "triton_settled_alone"):
         monkeypatch.setattr(f"kalmannorm._ops.normalize.{name}.processors_of", lambda x: 8)
 
 

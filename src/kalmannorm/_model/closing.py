@@ -297,7 +297,8 @@ class ClosingPhase:
                 "ClosingPhase.step: no backward has reached a norm since the last step, so the averages of gradients "
                 "stay zero. Call step once after every optimizer step, and use loss.backward(): torch.autograd.grad, "
                 "backward(inputs=...) and torch.cuda.make_graphed_callables compute gradients of parameters only. "
-                "Capture a CUDA graph after the phase was made, and again if phase.begun or phase.settled changes.",
+                "A CUDA graph that you capture yourself must be captured after the phase was made, and again if "
+                "phase.begun or phase.settled changes.",
                 UserWarning,
                 stacklevel=4,
             )

@@ -34,7 +34,8 @@ class Call(NamedTuple):
     """One call of a norm: its number, the step of its prior or None if it has none, and the norm.
 
     `shape` is that of its input in the example. `predicts`: the norm computes its prior from a posterior. Then the
-    bundle has only its γ, β and gain. `faded`: its prior has faded in a closing phase. Then the bundle has γ and β.
+    bundle has only its γ, β and gain. `faded`: its prior has faded in a closing phase. Then no bundle runs: the
+    part only says which norms share memory (`settled_way.py`).
     """
 
     identity: int

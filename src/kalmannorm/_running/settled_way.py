@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kalmannorm._groups import statistics_dtype
@@ -21,7 +20,7 @@ from kalmannorm._running import first_step
 from kalmannorm._running.bundling import Part
 from kalmannorm._running.closing_sums import States, settled_states
 from kalmannorm._running.prior_bundles import groups_in
-from kalmannorm._running.short_way import Block, Place, ShortForward, ShortPart, prepare, stream_of
+from kalmannorm._running.short_way import Block, Place, ShortForward, ShortPart, collects, prepare, stream_of
 from kalmannorm._support.activation_checkpoints import OUTSIDE, unseen
 from kalmannorm._wiring.program import Context
 from kalmannorm.moments import closed
@@ -34,11 +33,7 @@ class SettledBlock(Block):
 
     def __init__(self, part: ShortPart, groups: list[int], x: Tensor, states: States) -> None:
         super().__init__(part, statistics_dtype(x), groups, x, settled=states)
-        self.own: OwnGradients | None = None
-        if self.gradients:
-            listed = [norm.module() for norm in part.norms]
-            gains = [None if norm is None else idle_gain(norm) for norm in listed]
-            self.own = OwnGradients(part.channels, [None if gain is None else gain.shape for gain in gains])
+        self.own = OwnGradients(part.channels) if self.gradients else None
 
 
 def idle_gain(norm: Any) -> Tensor | None:
@@ -84,14 +79,13 @@ class SettledForward(ShortForward):
         if state is None or not place.settled or norm.rebuilds or segment is not OUTSIDE:
             return None
         read = _read(place, norm, kernels, block)
-        if read is None:
+        if read is None or not collects(state, block):
             return None
-        given = kernels, block.memory, block.layout.starts[index]
+        memory, start = block.memory, block.layout.starts[index]
         if block.own is None:
-            return kernels.settle(x, read, residual, *given[1:])  # type: ignore[no-any-return]
-        return settle_alone(
-            x, read, state.probe, idle_gain(norm), residual, *given, block.averages(index), block.own, index
-        )
+            return kernels.settle(x, read, residual, memory, start)  # type: ignore[no-any-return]
+        gain, averages = idle_gain(norm), block.averages(index)
+        return settle_alone(x, read, state.probe, gain, residual, kernels, memory, start, averages, block.own, index)
 
 
 def _read(place: Place, norm: Any, kernels: SettledAloneKernels, block: SettledBlock) -> Read | None:
@@ -118,15 +112,12 @@ def _read(place: Place, norm: Any, kernels: SettledAloneKernels, block: SettledB
 
 
 def _completed(norm: Any, weight: Any, bias: Any, block: SettledBlock) -> tuple[Any, Any]:
-    """Another tensor in their place, such as one that a parametrization computes, needs the long way: None."""
+    """γ and β, with ones and zeros for those that the norm does not have. None for a tensor that something computes,
+    as a parametrization does: it needs the long way.
+    """
     found = []
     for name, tensor, value in (("weight", weight, 1.0), ("bias", bias, 0.0)):
-        if tensor is None and getattr(norm, name) is None:
-            key = value, norm.num_features, block.device, block.moments.dtype
-            constants = block.part.constants
-            if key not in constants:
-                with torch.inference_mode(False):
-                    constants[key] = torch.full((norm.num_features,), value, device=key[2], dtype=key[3])
-            tensor = constants[key]
+        if tensor is None and name in norm._parameters:
+            tensor = block.part.constant(value, norm.num_features, block.moments)
         found.append(tensor)
     return found[0], found[1]

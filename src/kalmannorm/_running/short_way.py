@@ -77,7 +77,7 @@ class Place:
         self.usable = self.tracks = self.settled = False
         self.all_kernels: dict[Any, dict[Any, RowKernels | None]] = {}  # for each statistics batch and eps
         self.kernels: dict[Any, RowKernels | None] = {}  # for those of now
-        self.fitting: Any = None  # tensors of a learned transition that fit, and their addresses
+        self.fitting: Any = None  # tensors that kernels can read, beside x and the rows, and their addresses
 
     def check(self, norm: Any, moments: Tensor, may_settle: bool) -> None:
         """Find out whether the norm, with its settings of now, can take the short way, and track these moments.
@@ -108,7 +108,7 @@ class ShortPart:
         self.pitch = part.bundle.channels
         self.layouts: dict[tuple[int, ...], Layout] = {}  # by the numbers of groups, and whether norms are settled
         self.tables: dict[Any, Any] = {}
-        self.constants: dict[Any, Tensor] = {}  # instead of a missing γ or β
+        self.constants: dict[Any, Tensor] = {}
 
     @classmethod
     def of(cls, part: Part, prior: bool) -> ShortPart:
@@ -116,6 +116,17 @@ class ShortPart:
             part.short = cls(part, prior)
         short: ShortPart = part.short
         return short
+
+    def constant(self, value: float, size: int, like: Tensor) -> Tensor:
+        """Instead of a missing γ or β. It is kept, unless a CUDA graph is captured, whose memory it would have."""
+        key = value, size, like.device, like.dtype
+        found = self.constants.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.full((size,), value, device=like.device, dtype=like.dtype)
+            if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.constants[key] = found
+        return found
 
     def layout(self, groups: Sequence[int], settled: bool) -> Layout:
         key = *groups, settled
@@ -166,6 +177,18 @@ class Block:
         if self.expected is None or self.expected[0] is not memory:
             self.expected = memory, memory.averages * state.scale
         return Expected(self.expected[1], place.row)
+
+
+def collects(state: Any, block: Block) -> bool:
+    """Whether kernels can read the averages of a settled norm, and add to what it collects.
+
+    Callers may load a state of another dtype, with `assign=True`.
+    """
+    averages: Tensor = state.averages
+    probe: Tensor = state.probe
+    if averages.dtype is not block.moments.dtype or probe.dtype is not averages.dtype:
+        return False
+    return averages.get_device() == block.index == probe.get_device() and averages.is_contiguous()
 
 
 def _key_of(x: Tensor, residual: Tensor | None, relu: bool) -> tuple[Any, ...]:
@@ -283,7 +306,7 @@ class ShortForward:
                 return None
             if var.get_device() != device or not mean.is_contiguous() or not var.is_contiguous():
                 return None
-            if norm.rebuilds or segment is not OUTSIDE:
+            if norm.rebuilds or segment is not OUTSIDE or not collects(block.settled[index], block):
                 return None
             if collecting is not None:
                 collecting.ran.add(index)

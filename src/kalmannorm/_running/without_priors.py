@@ -1,7 +1,8 @@
 """The relay of a model whose norms have no priors. It only lets them take the short way.
 
 No norm reads anything of another one. So the model was never traced: nothing is known of when and how often a norm
-runs. The bundles have γ and β of the norms that are in the running module. Copies and pickles of a part of the model
+runs. The bundles have γ and β of the norms that are in the running module. If all of them are settled, no bundle runs
+(`settled_way.py`). Copies and pickles of a part of the model
 do not contain the rest of it.
 """
 

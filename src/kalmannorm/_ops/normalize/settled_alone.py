@@ -28,41 +28,38 @@ WIDTH = 4
 class OwnGradients:
     """Memory for the gradients of γ and β of many norms in one backward, and gradients of their idle gains.
 
-    `gains`: for each norm the shape of its gain if its prior has faded. The gradient is zero then. DDP waits for a
-    gradient of each parameter.
+    A gain is idle if its prior has faded. Its gradient is zero: DDP waits for a gradient of each parameter. `gains`
+    gets their shapes when their norms run: FSDP may have gathered a gain only then.
     """
 
-    def __init__(self, channels: Sequence[int], gains: Sequence[torch.Size | None]) -> None:
+    def __init__(self, channels: Sequence[int]) -> None:
         padded = [-(-count // WIDTH) * WIDTH for count in channels]
-        self.sizes, self.gains = [size for size in padded for _ in range(2)], gains
+        self.sizes, self.gains = [size for size in padded for _ in range(2)], dict[int, torch.Size]()
         self.made: Made | None = None
 
     def of(self, index: int, like: Tensor, ctx: Any) -> tuple[Any, Any, Any, bool]:
         """Gradients of γ, β and the gain of one norm, and whether this backward adds up gradients at the probes.
 
-        `ctx` is that of its node. A backward inside another one has memory of its own.
+        `ctx` is that of its node. The first node of a backward decides for all. A backward inside another one has
+        memory of its own.
         """
         made, backward = self.made, torch._C._current_graph_task_id()
         if made is None or made.backward != backward:
             whole, adds = like.new_empty(sum(self.sizes)), adds_up(ctx.next_functions[PROBE][0])
             made = self.made = Made(backward, [*whole.split_with_sizes(self.sizes)], self._zeros(like), adds)
-        parts, gains = made.parts, made.gains
-        found = parts[2 * index], parts[2 * index + 1], gains[index], made.adds
+        parts = made.parts
+        found = parts[2 * index], parts[2 * index + 1], made.gains.pop(index, None), made.adds
         # Each is given away once: autograd keeps a gradient without a copy only if nobody else has it.
-        parts[2 * index] = parts[2 * index + 1] = gains[index] = None
+        parts[2 * index] = parts[2 * index + 1] = None
         return found
 
-    def _zeros(self, like: Tensor) -> list[Any]:
-        shapes = [shape for shape in self.gains if shape is not None]
-        if not shapes:
-            return [None] * len(self.gains)
-        sizes = [shape.numel() for shape in shapes]
-        parts = iter(like.new_zeros(sum(sizes)).split_with_sizes(sizes))
-        flat = [None if shape is None else next(parts) for shape in self.gains]
-        return [
-            part if part is None or shape is None or len(shape) == 1 else part.view(shape)
-            for part, shape in zip(flat, self.gains, strict=True)
-        ]
+    def _zeros(self, like: Tensor) -> dict[int, Tensor]:
+        if not self.gains:
+            return {}
+        sizes = [shape.numel() for shape in self.gains.values()]
+        parts = like.new_zeros(sum(sizes)).split_with_sizes(sizes)
+        pairs = zip(self.gains.items(), parts, strict=True)
+        return {index: part if len(shape) == 1 else part.view(shape) for (index, shape), part in pairs}
 
     def forget(self) -> None:
         self.made = None
@@ -73,14 +70,14 @@ class Made(NamedTuple):
 
     backward: int
     parts: list[Any]
-    gains: list[Any]
+    gains: dict[int, Tensor]
     adds: bool
 
 
 def adds_up(node: Any) -> bool:
     """Whether this backward adds up gradients at a leaf. `node` is the leaf's node.
 
-    `torch.autograd.grad` and `backward(inputs=...)` do not, or they return the gradients.
+    `backward(inputs=...)` with other inputs does not, and `torch.autograd.grad` returns the gradients instead.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -123,7 +120,7 @@ def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     d_weight, d_bias, d_gain, adds = gradients.of(index, moments, ctx)
     if kernels.channels % WIDTH:
         d_weight, d_bias = d_weight[: kernels.channels], d_bias[: kernels.channels]
-    if grad_y.__class__ is not Tensor or watched(x):
+    if grad_y.__class__ is not Tensor or watched(x) or not (_readable(weight, moments) and _readable(bias, moments)):
         dx, d_weight, d_bias, collected, d_residual = _through_the_op(kernels, grad_y, saved, moments, start)
     else:
         collected, sums = None, probe.grad if adds else None
@@ -137,6 +134,11 @@ def _differentiated(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     return dx, d_weight, d_bias, collected, d_gain, d_residual, None
 
 
+def _readable(parameter: Tensor, moments: Tensor) -> bool:
+    """Whether kernels can read it. It is the parameter as it is now, which may have got other memory (`p.data = …`)."""
+    return parameter.dtype is moments.dtype and parameter.is_contiguous() and parameter.data_ptr() != 0
+
+
 _refusing: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(_differentiated)
 """With `create_graph=True` it raises an error when its results are differentiated. It takes longer."""
 
@@ -145,6 +147,8 @@ def _through_the_op(
     kernels: SettledAloneKernels, grad_y: Tensor, saved: Any, moments: Tensor, start: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients by the registered op, for those who watch it."""
+    x, y, weight, bias, expected = saved
+    saved = x, y, weight.to(moments.dtype), bias.to(moments.dtype), expected
     given = op_inputs(kernels, grad_y, saved, moments, start)
     dx, d_weight, d_bias, collected, *rest = registered_settled.backward(given)
     return dx, d_weight, d_bias, collected, rest[0] if rest else grad_y if kernels.residual else None
@@ -167,6 +171,8 @@ def settle_alone(
     gradients: OwnGradients,
     index: int,
 ) -> Tensor:
-    """y. The averages are those of this forward."""
+    """y. The averages are those of this forward. `index`: the place of the norm among those that share `gradients`."""
+    if gain is not None:
+        gradients.gains[index] = gain.shape
     run = kernels, memory, start, read, expected, gradients, index
     return _apply(x, read.weight, read.bias, probe, gain, residual, run)
