@@ -19,6 +19,7 @@ from kalmannorm.lab.experiments import planning
 from kalmannorm.lab.experiments.catalogue import experiment
 from kalmannorm.lab.experiments.planning import Wanted, plan
 from kalmannorm.lab.recipes.recipe import Execution
+from trials import chosen
 
 EXECUTION = Execution(device="cpu")
 
@@ -70,6 +71,23 @@ def test_shares_of_parameters_widths_and_chains():
     for row in claims.read("chains"):
         assert re.search(rf"{row['below']} of {row['norms']} (norms )?of {row['model']}", text("docs/families.md"))
         assert row["above"] == 0
+
+
+def test_groups_of_four_and_eight():
+    rows = chosen.evidence()
+    found = chosen.points("cifar10", rows)
+    scores = {
+        (name, m): statistics.mean(found[name, m].tested("population").values())
+        for name, m in (("BKN", 4), ("BKN", 8), ("groups", 4), ("groups", 8), ("groups", 128))
+    }
+    told = (
+        f"BKN had {scores['BKN', 4]:.1f} %, batch norm on the same groups {scores['groups', 4]:.1f} %, and batch norm "
+        f"at 128 {scores['groups', 128]:.1f} %"
+    )
+    assert told in text("README.md")
+    assert told in text("docs/should-i-use-it.md")
+    error = statistics.mean((score * (100 - score) / 10_000) ** 0.5 for score in scores.values()) * 2**0.5
+    assert abs(scores["BKN", 8] - scores["groups", 8]) < 2 * error, "as good"
 
 
 def ratios(record: str, **wanted: str) -> dict[str, str]:
