@@ -16,7 +16,7 @@ from kalmannorm._model.graphed.state import ModelState
 from kalmannorm._norms import grouped
 from kalmannorm._norms.closing import Target, normalize_closing
 from kalmannorm._norms.settled import normalize_settled
-from kalmannorm._running import short_way
+from kalmannorm._running import settled_way, short_way
 from kalmannorm._support.changes import Changes
 from support.closing_definition import F64, at, by_definition
 
@@ -86,6 +86,7 @@ def runs(monkeypatch):
 
     for way in (grouped, short_way):
         monkeypatch.setattr(way, "normalize_settled", counts(way.normalize_settled))
+    monkeypatch.setattr(settled_way, "settle_alone", counts(settled_way.settle_alone))
     return counted
 
 

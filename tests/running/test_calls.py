@@ -117,7 +117,7 @@ def test_calls_of_a_step_of_the_recipe(monkeypatch):
         phase.step()
     assert len(taken) == 3 * NORMS
     settled = sum(calls_of(lambda: (steps(model, x), phase.step())).values())
-    assert settled <= 200 * NORMS, settled / NORMS
+    assert settled <= 205 * NORMS, settled / NORMS
 
 
 def standardized(weight_standardization):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from kalmannorm._norms.grouped import GroupedNorm
-from kalmannorm._ops.normalize.native_settled import NativeSettledRows
-from kalmannorm._running.closing_sums import Collecting
+from kalmannorm._ops.normalize.native_settled import NativeSettledAlone
 from kalmannorm.lab.bench import step
 from kalmannorm.lab.bench.step import bench
 from kalmannorm.lab.bench.step_checks import check, check_replay
@@ -77,24 +76,27 @@ def test_a_wrong_settled_net_is_not_timed():
 
 @pytest.mark.parametrize("wrong", ["averages", "sums"])
 def test_a_wrong_backward_of_a_settled_net_is_not_timed(wrong, monkeypatch):
-    differentiate, gradients = NativeSettledRows.differentiate, Collecting.gradients
+    differentiate = NativeSettledAlone.differentiate
 
-    def with_wrong_averages(self, grad_y, saved, memory, start):
+    def with_wrong_averages(self, grad_y, saved, sums, memory, start):
         *tensors, expected = saved
         expected = expected._replace(whole=-expected.whole) if _timed(expected.whole) else expected
-        return differentiate(self, grad_y, (*tensors, expected), memory, start)
+        return differentiate(self, grad_y, (*tensors, expected), sums, memory, start)
 
-    def with_wrong_sums(self, whole, *rest):
-        found = gradients(self, whole, *rest)
-        return [None if each is None else 2 * each for each in found] if _timed(whole) else found
+    def with_wrong_sums(self, grad_y, saved, sums, memory, start):
+        before = sums[2].clone()
+        found = differentiate(self, grad_y, saved, sums, memory, start)
+        if _timed(before):
+            sums[2].add_(sums[2] - before)
+        return found
 
     one = contender("bkn", settled=True)
     check(CASE, one)
     if wrong == "averages":
-        monkeypatch.setattr(NativeSettledRows, "differentiate", with_wrong_averages)
+        monkeypatch.setattr(NativeSettledAlone, "differentiate", with_wrong_averages)
         message = "the gradient of .* is not that in float64"
     else:
-        monkeypatch.setattr(Collecting, "gradients", with_wrong_sums)
+        monkeypatch.setattr(NativeSettledAlone, "differentiate", with_wrong_sums)
         message = "what its closing phase collects"
     with pytest.raises(LabError, match=message):
         check(CASE, one)
