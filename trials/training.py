@@ -24,6 +24,7 @@ from kalmannorm._norms.grouped import Inference
 from kalmannorm.lab.data.resident import crop_and_flip
 from trials.cells import BATCH, Cell, Data, subset
 from trials.forms import Form, Time
+from trials.pooling import compile_pooling
 
 MOMENTUM = 0.9
 CURVE = 30
@@ -104,6 +105,8 @@ class Training:
         example = data.prepared(data.train[: 2 * batch : 2])
         self.several = steps_per_graph(batch)
         helper = run.form.apply(self.model, example, self.steps)
+        if graph:
+            compile_pooling(self.model)
         self.phase = helper if isinstance(helper, kalmannorm.ClosingPhase) else None
         self.time = None if isinstance(helper, kalmannorm.ClosingPhase) else helper
         order = [
