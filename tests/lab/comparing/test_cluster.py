@@ -59,10 +59,14 @@ def test_two_workers_one_killed_every_cell_once_the_same_numbers(cluster, tmp_pa
     run_cells(CELLS, here, ONE_THREAD, jobs=1, quiet=True)
     victim, _ = cluster.hire(), cluster.hire()
     killed: list[str] = []
+    over = threading.Event()
 
     def kill() -> None:
         """The machine of a worker is lost, with the cell that it trains, after the first checkpoint of this cell."""
-        for name, _ in CELLS if eventually(lambda: _at_work(there, victim.pid)) else ():
+        while not _at_work(there, victim.pid):  # on a busy machine this takes minutes
+            if over.wait(0.02):
+                return
+        for name, _ in CELLS:
             if any(parent == victim.pid for _, parent in begun(there / name)) and checkpoint.checkpoints(there / name):
                 worker = psutil.Process(victim.pid)
                 for process in [*worker.children(), worker]:
@@ -72,7 +76,10 @@ def test_two_workers_one_killed_every_cell_once_the_same_numbers(cluster, tmp_pa
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    runs = run_cells(CELLS, there, ONE_THREAD, cluster=str(cluster.file), quiet=True, trainer=trainers.counted)
+    try:
+        runs = run_cells(CELLS, there, ONE_THREAD, cluster=str(cluster.file), quiet=True, trainer=trainers.counted)
+    finally:
+        over.set()
     killer.join()
     assert [run.folder.name for run in runs] == [name for name, _ in CELLS]
     (lost,) = killed
