@@ -48,7 +48,7 @@ QUESTIONS = {
 }
 MODES = ("population", "batch", "example", "recalibrated")
 SAME_M = "batch norm with the same groups"
-CLOSED = "with a closing phase (BKN from 30 to 60 % of the training, groups from 5 to 35 %)"
+CLOSED = "plain filters, with a closing phase (BKN from 30 to 60 % of the training, groups from 5 to 35 %)"
 AUTHORS = {"batch norm": 8.7, "group norm": 8.5, "BKN": 7.6}
 """Final errors in % of ResNet-32 on the validation images of CIFAR-10, as the authors' code reports them."""
 
@@ -133,7 +133,11 @@ def _against_m(cell: str) -> str:
 
 def beside_groups() -> list[list[str]]:
     """Lines of the table of advice: BKN beside batch norm with the same groups, with and without a closing phase."""
-    phases = {", closing phase": (CLOSED, range(1, 9)), "": ("without a closing phase", range(2, 33))}
+    phases = {
+        ", recipe": ("with the filters and the phase of the recipe", range(1, 33)),
+        ", closing phase": (CLOSED, range(1, 9)),
+        "": ("plain filters, without a closing phase", range(2, 33)),
+    }
     made = (_beside_groups(cell, phase, *given) for cell in chosen.cells(rows()) for phase, given in phases.items())
     return [line for line in made if line is not None]
 
@@ -159,7 +163,7 @@ def _beside_groups(cell: str, phase: str, told: str, within: range) -> list[str]
     rest = "" if len(above) == len(sizes) else "batch norm on groups, which is simpler"
     measured = f"BKN {', '.join(shown[0])}, batch norm on the same groups {', '.join(shown[1])} %"
     use = "; else ".join(filter(None, (use, rest)))
-    return [", ".join(sizes), f"{NAMES[cell]}, test", f"plain filters, {told}: {measured}, one seed each", use]
+    return [", ".join(sizes), f"{NAMES[cell]}, test", f"{told}: {measured}, one seed each", use]
 
 
 def _shown(point: Point | None | str, way: str) -> str:
@@ -377,18 +381,19 @@ def table3() -> str:
     return "\n".join(text for data in ("cifar10", "cifar100") if (text := _table3(data)))
 
 
+BASELINE = "batch norm (128, 128)"
 PAPERS = {
-    ("batch norm (128, 128)", ""): "bn-128x128",
+    (BASELINE, ""): "bn-128x128",
     ("batch norm (128, 2)", ""): "bn-128x2",
     ("BKN learned (128, 2)", ""): "bkn-learned-128x2",
-    ("batch norm (128, 128)", "-wide"): "bn-wide-128x128",
+    (BASELINE, "-wide"): "bn-wide-128x128",
     ("batch norm (128, 2)", "-wide"): "bn-wide-128x2",
 }
 
 
 def _table3(data: str) -> str:
     scores = {(score.setting.cell, score.setting.form): score for score in table.scores(round_rows("table3"))}
-    lines, records = [], []
+    lines, records, against = [], [], dict[str, Scores]()
     for wide in ("", "-wide"):
         for label in TABLE3 if not wide else WIDE:
             score = scores.get((data + wide, TABLE3[label]))
@@ -396,18 +401,16 @@ def _table3(data: str) -> str:
                 continue
             records += list(score.rows.values())
             by_mode = {mode: score.accuracies(mode) for mode in MODES}
-            gap = difference(by_mode["batch"], by_mode["population"]).shown() if by_mode["batch"] else ""
+            own = by_mode["population"]
+            gap = difference(by_mode["batch"], own).shown() if by_mode["batch"] else ""
             paper = experiment("cifar").paper(PAPERS.get((label, wide), ""), "population", "inception", data)
             shown = label + (", wide" if wide else "")
-            lines.append(
-                [
-                    shown,
-                    str(len(by_mode["population"])),
-                    *(_spread(by_mode[mode]) for mode in MODES),
-                    gap,
-                    ABSENT if paper is None else f"{paper:.1f}",
-                ]
-            )
+            lost = len(score.rows) - len(own)
+            count = f"{len(own)}; {lost} diverged" if lost else str(len(own))
+            told = "" if paper is None else f"{paper:.1f}"
+            lines.append([shown, count, *(_spread(by_mode[mode]) for mode in MODES), gap, told])
+            if own and not wide and label != BASELINE:
+                against[label] = own
     if not lines:
         return ""
     headings = [f"{SHORT[data]}, test accuracy, %", "n", *MODES, "batch − population", "the paper, moving statistics"]
@@ -415,7 +418,14 @@ def _table3(data: str) -> str:
         f"{NAMES[data]}, {LONG} epochs on all training images, scored on {table.TEST[data]:,} test images."
     )
     cells = list(dict.fromkeys(row["cell"] for row in records))
-    return text + "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin_of(records, cells)
+    text += "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n" + origin_of(records, cells)
+    base = scores.get((data, TABLE3[BASELINE]))
+    if base is None or not against:
+        return text
+    lowered = base.accuracies("population")
+    changes = {label: difference(own, lowered) for label, own in against.items() if set(own) & set(lowered)}
+    told = "; ".join(f"{label} {change.shown(2)}" for label, change in changes.items())
+    return text + "\n" + bullets([f"In points, in `population` inference, against {BASELINE}: {told}."])
 
 
 # The error of σ

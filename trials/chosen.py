@@ -21,9 +21,11 @@ BY_SIZE = ("sizes", "rates", "seeds")
 LABELS = {
     "groups": "batch norm",
     "groups, closing phase": "batch norm, closing phase",
+    "groups, recipe": "batch norm, recipe",
     "BKN learned": "BKN learned",
     "BKN": "BKN",
     "BKN, closing phase": "BKN, closing phase",
+    "BKN, recipe": "BKN, recipe",
     "renorm": "batch renorm",
     "moving": "Moving Average Batch Norm",
     "online": "Online Normalization",
@@ -34,9 +36,11 @@ LABELS = {
 LAB = {
     "groups": "bn",
     "groups, closing phase": "bn",
+    "groups, recipe": "bn-ws",
     "BKN learned": "bkn-learned",
     "BKN": "bkn",
     "BKN, closing phase": "bkn",
+    "BKN, recipe": "bkn-ws",
     "renorm": "brn",
     "moving": "mabn",
     "online": "on",

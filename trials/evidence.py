@@ -33,15 +33,19 @@ WARMUP = 0.07
 """About an epoch of 15. Group norm did not always learn without it."""
 
 CLOSING = {"closing": True, "means": "average"}
+RECIPE = {**CLOSING, "filters": "scaled", "close": (0.02, 0.12)}
+"""Of docs/recipe.md: what `convert` does to filters with `weight_standardization`, and an early phase."""
 
 
 def methods(m: int) -> dict[str, Form]:
     """Every method whose training depends on m, the most telling first."""
     return {
         "groups": Form(kind="ghost", m=m),
+        "BKN, recipe": Form(kind="kalman", m=m, **RECIPE, fade=1.0, gain=0.1 if m == 1 else None),
         "BKN, closing phase": Form(kind="kalman", m=m, **CLOSING, close=(0.3, 0.6)),
         "BKN": Form(kind="kalman", m=m),
         "BKN learned": Form(kind="kalman", m=m, transition="learned"),
+        "groups, recipe": Form(kind="ghost", m=m, **RECIPE),
         "groups, closing phase": Form(kind="ghost", m=m, **CLOSING, close=(0.05, 0.35)),
         "renorm": Form(kind="renorm", m=m),
         "moving": Form(kind="moving", m=m),
@@ -164,7 +168,7 @@ EPOCHS = {256: 15, 64: 10, 16: 4, 8: 2}
 """By images per step, so that no training takes more than a few minutes."""
 PAPER = ((256, 32), (256, 4), (256, 1), (64, 8), (16, 4), (8, 2))
 """The paper's ImageNet settings: images per step, and m."""
-RACED = ("groups", "renorm", "BKN learned", "BKN", "BKN, closing phase", "groups, closing phase")
+RACED = ("groups", "renorm", "BKN learned", "BKN", "BKN, closing phase", "BKN, recipe")
 
 
 def _at_setting(batch: int, m: int, name: str) -> Run:
@@ -184,6 +188,9 @@ TABLE3: dict[str, Form] = {
     "BKN (128, 2)": methods(2)["BKN"],
     "BKN (128, 2), closing phase": methods(2)["BKN, closing phase"],
     "batch norm (128, 2), closing phase": methods(2)["groups, closing phase"],
+    "batch norm (128, 128), standardized filters": dataclasses.replace(methods(128)["groups"], filters="scaled"),
+    "BKN (128, 2), recipe": methods(2)["BKN, recipe"],
+    "batch norm (128, 2), recipe": methods(2)["groups, recipe"],
     "batch renorm (128, 2)": methods(2)["renorm"],
     "Moving Average Batch Norm (128, 2)": methods(2)["moving"],
     "group norm": SINGLE["group"],

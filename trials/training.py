@@ -23,8 +23,8 @@ import kalmannorm
 from kalmannorm._norms.grouped import Inference
 from kalmannorm.lab.data.resident import crop_and_flip
 from trials.cells import BATCH, Cell, Data, subset
+from trials.compiled import compile_slow_parts
 from trials.forms import Form, Time
-from trials.pooling import compile_pooling
 
 MOMENTUM = 0.9
 CURVE = 30
@@ -106,7 +106,7 @@ class Training:
         self.several = steps_per_graph(batch)
         helper = run.form.apply(self.model, example, self.steps)
         if graph:
-            compile_pooling(self.model)
+            compile_slow_parts(self.model)
         self.phase = helper if isinstance(helper, kalmannorm.ClosingPhase) else None
         self.time = None if isinstance(helper, kalmannorm.ClosingPhase) else helper
         order = [

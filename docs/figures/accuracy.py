@@ -187,7 +187,7 @@ def told_below(ax: Axes, panel: Panel, curves: Curves, looks: Mapping[str, int])
     for (name, size), scores in sorted(panel.scores.items(), key=lambda item: statistics.fmean(item[1])):
         m, mean = size or panel.sizes[-1], statistics.fmean(scores)
         if mean < lowest(panel):
-            at.setdefault(m, []).append((f"↓ {mean:.1f}" + ("" if size else f", {LABELS[name]}"), name, size))
+            at.setdefault(m, []).append((f"↓{mean:.1f}" + ("" if size else f", {LABELS[name]}"), name, size))
         else:
             shown.setdefault(m, []).append(mean)
     figure = ax.get_figure()
@@ -204,7 +204,7 @@ def told_below(ax: Axes, panel: Panel, curves: Curves, looks: Mapping[str, int])
             side = "right" if not size else "center" if place[0] else "left"
             shift = -FIRST_WORDS if side == "left" else 0, FIRST_WORDS + WORDS * number
             colour = palette.shade(looks[name])
-            ax.annotate(word, place, shift, textcoords="offset points", color=colour, ha=side, fontsize=8)
+            ax.annotate(word, place, shift, textcoords="offset points", color=colour, ha=side, fontsize=7.5)
 
 
 def place_legend(figure: Figure) -> None:

@@ -147,7 +147,7 @@ def test_outliers_are_told_and_themes_differ(accuracy, monkeypatch):
     monkeypatch.setattr(accuracy, "panels", lambda rows: [panel])
     figure = accuracy.draw(look.LIGHT)
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["↓ 20.0"] and axes.get_ylim()[0] > 80
+    assert [text.get_text() for text in axes.texts] == ["↓20.0"] and axes.get_ylim()[0] > 80
     colours = [{line.get_color() for line in drawn.axes[0].lines} for drawn in (figure, accuracy.draw(look.DARK))]
     assert len(colours[0]) == 2 and not colours[0] & colours[1]
 

@@ -16,6 +16,7 @@ from support.wide import narrow
 from trials import __main__ as command
 from trials import early, table, training
 from trials.cells import CELLS, Cell, Data, split
+from trials.compiled import compile_slow_parts
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -184,6 +185,25 @@ def test_the_wide_net_has_the_parameters_of_the_learned_transition():
     TABLE3["BKN learned (128, 2)"].apply(narrow_net, torch.randn(2, 3, 32, 32), 10)
     counts = [sum(p.numel() for p in model.parameters()) for model in (wide, narrow_net)]
     assert abs(counts[0] / counts[1] - 1) <= 0.01
+
+
+@pytest.mark.parametrize("part", [nn.MaxPool2d(3, 1, padding=1), nn.GroupNorm(4, 8, eps=0.1)], ids=str)
+def test_compiled_parts_equal_those_of_torch(part):
+    """What trials use on a GPU, in training."""
+    torch.manual_seed(0)
+    for parameter in part.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
+    found = []
+    for model in (part, copy.deepcopy(part)):
+        if found:
+            compile_slow_parts(model)
+        y = model(x)
+        grads = torch.autograd.grad(y, [x, *model.parameters()], torch.linspace(-1, 1, y.numel()).view(y.shape))
+        found.append([y, *grads])
+        assert torch.equal(model.eval()(x), part.eval()(x))
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def converted(form):
