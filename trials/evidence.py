@@ -41,8 +41,8 @@ def methods(m: int) -> dict[str, Form]:
     """Every method whose training depends on m, the most telling first."""
     return {
         "groups": Form(kind="ghost", m=m),
-        "BKN, recipe": Form(kind="kalman", m=m, **RECIPE, fade=1.0, gain=0.1 if m == 1 else None),
         "BKN, closing phase": Form(kind="kalman", m=m, **CLOSING, close=(0.3, 0.6)),
+        "BKN, recipe": Form(kind="kalman", m=m, **RECIPE, fade=1.0, gain=0.1 if m == 1 else None),
         "BKN": Form(kind="kalman", m=m),
         "BKN learned": Form(kind="kalman", m=m, transition="learned"),
         "groups, recipe": Form(kind="ghost", m=m, **RECIPE),

@@ -115,8 +115,8 @@ def test_accuracy_draws_a_panel_for_every_cell_with_records(accuracy):
     (bkn,) = (series for series in curves.panels[0].series if series.label == "BKN")
     assert [curves.names[int(x)] for x in bkn.x] == ["1", "2", "4", "8", "32", "128"]
     assert bkn.y[2] == found[0].scores["BKN", 4][0]
-    assert accuracy.missing(rows) == {"tiny100": (45, 45), "cifar100": (45, 45)}
-    assert accuracy.missing(rows[1:])["cifar10"] == (1, 45)
+    assert accuracy.missing(rows) == {"tiny100": (57, 57), "cifar100": (57, 57)}
+    assert accuracy.missing(rows[1:])["cifar10"] == (1, 57)
 
 
 def test_accuracy_shows_the_best_setting_on_held_out_images(accuracy):

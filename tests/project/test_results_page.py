@@ -193,7 +193,7 @@ def test_every_section_of_evidence_is_written_from_all_records(block, with_recor
         assert "round `" not in text and "Failed" not in text
     with_records([])
     empty = results_page.BLOCKS[block]()
-    assert empty.count("of 180 runs") == 1 if block == "not run" else empty.startswith("No run has a record yet")
+    assert empty.count("of 228 runs") == 1 if block == "not run" else empty.startswith("No run has a record yet")
 
 
 def test_accuracy_against_m_has_the_chosen_setting_on_test_images(with_records):
@@ -301,7 +301,7 @@ def test_what_is_missing_is_counted_by_cell_and_failed_runs_are_named(with_recor
     failed = {"round": "sizes", "key": lost["key"], "failed": "RuntimeError: out of memory"}
     with_records([*kept, failed])
     assert results_evidence.missing() == [
-        "Accuracy against m (round `sizes`): 1 of 180 runs (ResNet-18 on 100 classes of Tiny-ImageNet 1 of 45).",
+        "Accuracy against m (round `sizes`): 1 of 228 runs (ResNet-18 on 100 classes of Tiny-ImageNet 1 of 57).",
         f"Failed: `sizes: {lost['key']}`.",
     ]
     with_records([*rows, failed])
