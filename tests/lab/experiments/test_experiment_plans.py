@@ -50,7 +50,7 @@ def test_each_cell_has_a_folder_of_its_own(monkeypatch):
     pretend(monkeypatch, 10, 50_000)
     both = plan(experiment("cifar"), Wanted(seeds=2), EXECUTION)
     assert both.stand_in is False and both.datasets == ["cifar10", "cifar100"]
-    assert len({cell.folder for cell in both.cells}) == len(both.cells) == 2 * 12 * 2
+    assert len({cell.folder for cell in both.cells}) == len(both.cells) == 2 * 15 * 2
     paper = plan(experiment("cifar"), Wanted(seeds=3, paper_only=True), EXECUTION)
     assert len(paper.cells) == 30, "as docs/experiments.md says"
 
@@ -63,7 +63,9 @@ def test_arms_that_the_options_exclude_are_left_out(monkeypatch):
     assert keys - other == {"bn-wide-128x128", "bn-wide-128x2"}
     finished = Wanted(seeds=1, changes={"finish_epochs": 1.0})
     frozen = plan(experiment("cifar"), finished, EXECUTION)
-    assert keys - {arm.key for arm in frozen.arms} == {"bkn-closing-128x2", "bn-closing-128x2"}
+    assert keys - {arm.key for arm in frozen.arms} == {
+        f"{method}-closing-128x2" for method in ("bkn", "bkn-ws", "bn", "bn-ws")
+    }
     with pytest.raises(LabError, match="width scales only the lab's own networks"):
         plan(experiment("parameters"), Wanted(model="resnet18", seeds=1), EXECUTION)
 

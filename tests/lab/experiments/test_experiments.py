@@ -104,7 +104,10 @@ ACCURACIES = {
     "small-8-2": ("(8, 2)", ["BN", "BRN", "BKN learned", "BKN"]),
     "cifar": (
         "(128, 2)",
-        ["BN", "BN wide", "BKN learned", "BKN", "BKN, closing phase", "BN, closing phase", "BRN", "MABN"],
+        [
+            *("BN", "BN wide", "BKN learned", "BKN", "BKN, closing phase", "BKN + WS, closing phase"),
+            *("BN, closing phase", "BN + WS, closing phase", "BRN", "MABN"),
+        ],
     ),
 }
 ALONE = {"cifar": ["GN", "GN + WS"]}
@@ -170,16 +173,23 @@ def check_small(record: dict, folder: Path) -> None:
 def check_cifar(record: dict, folder: Path) -> None:
     """Batch and moving statistics, against the baseline; closing phases, and an epoch of warm-up for group norm."""
     table = record["tables"][0]
-    assert column(table, "setting") == [*["(128, 128)"] * 2, *["(128, 2)"] * 8, *["(128, –)"] * 2]
+    assert column(table, "setting") == [*["(128, 128)"] * 3, *["(128, 2)"] * 10, *["(128, –)"] * 2]
     assert paper(table, "batch mean/var", setting="(128, 2)")[:4] == [90.0, None, 90.9, None]
-    assert paper(table, "moving mean/var")[:5] == [92.1, None, 89.4, None, 90.9]
+    assert paper(table, "moving mean/var")[:6] == [92.1, None, None, 89.4, None, 90.9]
     assert table["columns"][-1] == "parameters", "the paper's are not of CIFAR-10"
     counts = dict(zip(column(table, "method"), column(table, "parameters"), strict=True))
     assert counts["BN"] < counts["BN wide"] and counts["BKN"] == counts["BKN, closing phase"]
     recipes = [Run.read(path.parent).recipe for path in folder.glob("*/recipe.json")]
-    assert {recipe.method: recipe.closing_start for recipe in recipes if recipe.closing_start is not None} == {
-        "bkn": 0.3,
-        "bn": 0.05,
+    phases = {
+        recipe.method: (recipe.closing_start, recipe.closing_end, recipe.fade_prior)
+        for recipe in recipes
+        if recipe.closing_start is not None
+    }
+    assert phases == {
+        "bkn": (0.3, 0.6, False),
+        "bkn-ws": (0.02, 0.12, True),
+        "bn": (0.05, 0.35, False),
+        "bn-ws": (0.02, 0.12, False),
     }
     assert {recipe.method for recipe in recipes if recipe.warmup_epochs} == {"gn", "gn-ws"}
 

@@ -157,7 +157,9 @@ def _paper_models(experiment: Experiment) -> dict[Role, str]:
 
 
 def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
-    own = {"method": arm.method, "closing_start": arm.closing, "warmup_epochs": arm.warmup}
+    start, end = arm.closing or (None, None)
+    own = {"method": arm.method, "closing_start": start, "closing_end": end, "fade_prior": arm.fades}
+    own["warmup_epochs"] = arm.warmup
     recipe = dataclasses.replace(at_setting(preset(dataset, model), arm.setting), **own)  # type: ignore[arg-type]
     scaled = {name: getattr(recipe, name) * wanted.budget for name in ("epochs", "warmup_epochs")}
     recipe = changed(dataclasses.replace(recipe, **scaled), wanted.changes)

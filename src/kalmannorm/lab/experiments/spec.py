@@ -20,7 +20,8 @@ class Arm:
 
     `ours`: not in the paper, omitted by --paper-only. `cheap`: only on a stand-in, where one more line costs little.
     `wide`: all channels are scaled until the network has as many parameters as the one with `bkn-learned`. `closing`:
-    the share of training at which a closing phase begins. `warmup`: epochs in which the learning rate rises.
+    the shares of training at which a closing phase begins and ends. `fades`: priors fade in it. `warmup`: epochs in
+    which the learning rate rises.
     """
 
     method: str
@@ -29,7 +30,8 @@ class Arm:
     ours: bool = False
     cheap: bool = False
     wide: bool = False
-    closing: float | None = None
+    closing: tuple[float, float] | None = None
+    fades: bool = False
     warmup: float = 0.0
 
     @property
