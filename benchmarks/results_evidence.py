@@ -428,6 +428,36 @@ def _table3(data: str) -> str:
     return text + "\n" + bullets([f"In points, in `population` inference, against {BASELINE}: {told}."])
 
 
+def after_long_runs(label: str, base: str = BASELINE) -> str:
+    """Difference of two rows of CIFAR-10 in `population` inference, with its number of seeds. Empty without runs."""
+    found = {
+        score.setting.form: score for score in table.scores(round_rows("table3")) if score.setting.cell == "cifar10"
+    }
+    own, other = (found.get(TABLE3[name]) for name in (label, base))
+    if own is None or other is None or not set(own.accuracies()) & set(other.accuracies()):
+        return ""
+    change = difference(own.accuracies(), other.accuracies())
+    seeds = len(set(own.accuracies()) & set(other.accuracies()))
+    return f"{change.shown()} points ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+
+
+def gap_after_long_runs(label: str) -> Difference:
+    """`batch` minus `population` inference of a row of CIFAR-10, with seed 0."""
+    found = {
+        score.setting.form: score for score in table.scores(round_rows("table3")) if score.setting.cell == "cifar10"
+    }
+    batch, population = ({0: found[TABLE3[label]].accuracies(mode)[0]} for mode in ("batch", "population"))
+    return difference(batch, population)
+
+
+def at_32(cell: str) -> float:
+    """BKN learned minus batch norm at m = 32 in `population` inference, in points."""
+    found = chosen.points(cell, rows())
+    learned, groups = (found[name, 32] for name in ("BKN learned", "groups"))
+    assert learned is not None and groups is not None
+    return mean(learned.tested("population")) - mean(groups.tested("population"))
+
+
 # The error of σ
 
 
