@@ -450,12 +450,16 @@ def gap_after_long_runs(label: str) -> Difference:
     return difference(batch, population)
 
 
+def tested(cell: str) -> dict[tuple[str, int], float]:
+    """Mean accuracies in `population` inference on test images, by method and m."""
+    points = chosen.points(cell, rows())
+    return {key: mean(point.tested("population")) for key, point in points.items() if point is not None}
+
+
 def at_32(cell: str) -> float:
     """BKN learned minus batch norm at m = 32 in `population` inference, in points."""
-    found = chosen.points(cell, rows())
-    learned, groups = (found[name, 32] for name in ("BKN learned", "groups"))
-    assert learned is not None and groups is not None
-    return mean(learned.tested("population")) - mean(groups.tested("population"))
+    found = tested(cell)
+    return found["BKN learned", 32] - found["groups", 32]
 
 
 # The error of σ

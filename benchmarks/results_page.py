@@ -172,6 +172,38 @@ def _advice(cell: str, m: int) -> str:
     return " or ".join([f"BKN by {recipe}", *open_])
 
 
+def _in_one_line() -> str:
+    """The table of advice, in short."""
+    nets = [evidence.tested(cell) for cell in ("cifar10", "cifar10-resnet32")]
+    return bullets(
+        [
+            said(
+                "**m = 8 or more:** batch norm on the groups. BKN is as good, on digits and with two nets on CIFAR-10.",
+                all(abs(found["BKN", 8] - found["groups", 8]) < 0.95 for found in nets),
+            ),
+            said(
+                "**m = 4:** BKN with a closing phase, or batch norm on groups by [the recipe](recipe.md). Plain batch "
+                "norm loses up to a point.",
+                all(found["BKN, closing phase", 4] > found["groups", 4] + 0.7 for found in nets),
+                all(-0.5 <= found["groups", 128] - found["groups", 4] <= 1.1 for found in nets),
+            ),
+            *(f"**m = {m}:** {told}." for m in (2, 1) if (told := _by_data_set(m))),
+            "**Fine-tuning at m = 2 and 1:** a closing phase with `present=0.5`, with BKN or batch norm on groups.",
+            "**Optimizer steps of 1, 2 or 4 images:** Moving Average Batch Norm, or BKN by the recipe. Choose the "
+            "learning rate for each.",
+        ]
+    )
+
+
+def _by_data_set(m: int) -> str:
+    """The advice of the recipe's nets, each with its data sets."""
+    found: dict[str, list[str]] = {}
+    for cell in trials.cells(test=True):
+        if m in filters.differences(cell):
+            found.setdefault(_advice(cell, m), []).append(trials.SHORT[cell])
+    return ". ".join(f"{' and '.join(cells)}: {advice}" for advice, cells in found.items())
+
+
 def when() -> str:
     """Advice by m and net, with the figures that it rests on."""
     tiny, inception = "ResNet-18, Tiny-ImageNet, held out", "CIFAR Inception, CIFAR-10, held out"
@@ -314,7 +346,8 @@ def when() -> str:
         ),
         *results_small.ahead(),
     ]
-    text = "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
+    text = _in_one_line() + "\n"
+    text += "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
     warmed = cifar("GN warmed up", 128, "population")
     against_two, against_bkn = (difference(warmed, cifar(method, 2, "population")) for method in (bn, bkn))
     return text + bullets(
