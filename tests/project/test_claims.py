@@ -12,14 +12,16 @@ import claims
 import fine_tuning
 import measured
 import pytest
+import results_evidence
 from measured import ROOT
+from results_words import difference, signed
 from scipy import stats
 
 from kalmannorm.lab.experiments import planning
 from kalmannorm.lab.experiments.catalogue import experiment
 from kalmannorm.lab.experiments.planning import Wanted, plan
 from kalmannorm.lab.recipes.recipe import Execution
-from trials import chosen, table
+from trials import chosen, evidence, table
 from trials.evidence import TABLE3
 
 EXECUTION = Execution(device="cpu")
@@ -123,6 +125,38 @@ def test_how_near_group_norm_with_standardized_weights_is():
         f"Inception it was {ws[0] - bkn[0]:.1f} points above it. All of these have one seed."
     )
     assert told in text("docs/should-i-use-it.md")
+
+
+def test_the_reasons_of_the_defaults():
+    page = text("docs/conversion.md")
+    weights, learned = (dict(enumerate(scores(name, 2, "population"))) for name in ("BKN weights", "BKN learned"))
+    long = results_evidence.after_long_runs("BKN (128, 2)", "BKN learned (128, 2)").replace(" points", "")
+    told = (
+        f"has {difference(weights, learned).shown()} points against `learned` at m = 2 after 8 epochs (3 seeds), and "
+    )
+    assert told + long.replace(" (", " after 30 (") in page
+    nets = [against_m("cifar10"), against_m("cifar10-resnet32")]
+    ahead = {m: [found["BKN", m] - found["BKN learned", m] for found in nets] for m in (128, 32, 8, 2, 1)}
+    two, one = (" and ".join(signed(each) for each in ahead[m]) for m in (2, 1))
+    large = [each for m in (8, 32, 128) for each in ahead[m]]
+    told = f"{two} at m = 2, {one} at m = 1, and from m = 8 on {signed(min(large))} to {signed(max(large))} (one seed)"
+    assert told in page
+    found = results_evidence.scores_of("ablations-digits")
+
+    def digits(m: int, changed: str, base: str = "BKN") -> str:
+        own, other = (found[evidence.ablations(m)[label]].accuracies() for label in (changed, base))
+        return difference(own, other).shown()
+
+    assert (
+        f"On digits it has {digits(2, 'BKN', 'BKN learned')} at m = 2 and {digits(1, 'BKN', 'BKN learned')} at" in page
+    )
+    starts = [digits(2, f"BKN, gain from {gain}") for gain in (0.2, 0.8)]
+    assert f"starts at 0.2 and 0.8 cannot be told from it ({starts[0]} and {starts[1]})" in page
+    high = digits(1, "BKN, gain from 0.8"), digits(1, "BKN, gain fixed at 0.8")
+    assert f"At m = 1 a start at 0.8 has {high[0]}, and a gain fixed at 0.8 {high[1]}." in page
+    channels = [digits(m, "BKN, a gain for each channel") for m in (1, 2)]
+    assert f"At m = 1 on digits it has {channels[0]}, at m = 2 {channels[1]}." in page
+    assert f"makes no difference to accuracy ({digits(2, 'BKN, no total variance')} on digits)" in page
 
 
 def ratios(record: str, **wanted: str) -> dict[str, str]:
