@@ -48,7 +48,6 @@ QUESTIONS = {
 }
 MODES = ("population", "batch", "example", "recalibrated")
 SAME_M = "batch norm with the same groups"
-CLOSED = "plain filters, with a closing phase (BKN from 30 to 60 % of the training, groups from 5 to 35 %)"
 AUTHORS = {"batch norm": 8.7, "group norm": 8.5, "BKN": 7.6}
 """Final errors in % of ResNet-32 on the validation images of CIFAR-10, as the authors' code reports them."""
 
@@ -60,6 +59,21 @@ def rows() -> tuple[Row, ...]:
 
 def round_rows(name: str) -> list[Row]:
     return [row for row in rows() if row["round"] == name and "failed" not in row]
+
+
+def ran() -> list[Row]:
+    return [row for row in rows() if "failed" not in row]
+
+
+def recipe_ran() -> bool:
+    """Whether there is a run of the recipe as `convert` builds it."""
+    return any((row["form"]["kind"], row["form"].get("filters")) == ("kalman", "scaled") for row in ran())
+
+
+def phase_at_128_ran() -> bool:
+    """Whether there is a run of batch norm at 128 with standardized filters and a closing phase."""
+    forms = (row["form"] for row in ran() if row["form"]["kind"] == "ghost" and row["form"]["m"] == 128)
+    return any(form["closing"] and form.get("filters") == "scaled" for form in forms)
 
 
 def any_score(cell: str = "", kind: str = "", m: int = 0) -> bool:
@@ -114,10 +128,13 @@ def _against_m(cell: str) -> str:
     records = [row for point in used for row in point.score.rows.values()]
     images = table.TEST[CELLS[cell].images]
     rates = sorted({point.score.setting.rate for point in used})
+    several = max((point.tried for point in used), default=1) > 1
+    chosen_by = ": each method has the best setting on held-out images of those that it was run with" if several else ""
     text = paragraph(
         f"{NAMES[cell]}, {CELLS[cell].epochs} epochs of nine tenths of the training images, scored on {images:,} test "
         f"images. Weight decay {_list(sorted({point.score.setting.decay for point in used}))}, learning rate "
-        f"{_list(rates)}: each method has the best setting on held-out images of those that it was run with."
+        f"{_list(rates)}{chosen_by or ' for every method. No rate was chosen for one'}. A closing phase is from 30 to "
+        "60 % of the training for BKN, and from 5 to 35 % for batch norm. Both group norms have a warm-up of 7 %."
     )
     headings = ["inference", f"{SHORT[cell]}, test accuracy, % (n)", *(f"m = {m}" for m in sizes)]
     text += "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\n" + origin_of(records, [cell]) + "\n"
@@ -133,37 +150,37 @@ def _against_m(cell: str) -> str:
 
 def beside_groups() -> list[list[str]]:
     """Lines of the table of advice: BKN beside batch norm with the same groups, with and without a closing phase."""
-    phases = {
-        ", recipe": ("with the filters and the phase of the recipe", range(1, 33)),
-        ", closing phase": (CLOSED, range(1, 9)),
-        "": ("plain filters, without a closing phase", range(2, 33)),
-    }
-    made = (_beside_groups(cell, phase, *given) for cell in chosen.cells(rows()) for phase, given in phases.items())
+    found = {cell: chosen.points(cell, rows()) for cell in chosen.cells(rows())}
+    made = (_beside_groups(cell, found[cell], m) for m in (32, 8, 4, 2, 1) for cell in found)
     return [line for line in made if line is not None]
 
 
-def _beside_groups(cell: str, phase: str, told: str, within: range) -> list[str] | None:
-    found, images = chosen.points(cell, rows()), table.TEST[CELLS[cell].images]
-    names, sizes, above = (f"BKN{phase}", f"groups{phase}"), list[str](), list[str]()
-    shown: tuple[list[str], list[str]] = [], []
-    for m in sorted({m for _, m in found if m in within}, reverse=True):
-        points = [found[name, m] for name in names if (name, m) in found]
-        if len(points) < len(names) or points[0] is None:
-            continue
-        scores = [None if point is None else mean(point.tested("population")) for point in points]
-        for list_, score in zip(shown, scores, strict=True):
-            list_.append("diverged" if score is None else f"{score:.1f}")
-        sizes.append(str(m))
-        errors = [0.0 if score is None else standard_error(score, images) for score in scores]
-        if scores[1] is None or scores[0] - scores[1] > 2 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5:
-            above.append(str(m))
-    if not sizes:
+def _beside_groups(cell: str, found: dict[tuple[str, int], Point | None], m: int) -> list[str] | None:
+    """Each norm with or without a phase, as held-out images choose. A training that diverged is not chosen."""
+    norms = {"BKN": ("BKN", "BKN, closing phase"), "batch norm on the same groups": ("groups", "groups, closing phase")}
+    if not all((name, m) in found for names in norms.values() for name in names):
         return None
-    use = f"BKN at m = {' and '.join(filter(None, (', '.join(above[:-1]), above[-1])))}" if above else ""
-    rest = "" if len(above) == len(sizes) else "batch norm on groups, which is simpler"
-    measured = f"BKN {', '.join(shown[0])}, batch norm on the same groups {', '.join(shown[1])} %"
-    use = "; else ".join(filter(None, (use, rest)))
-    return [", ".join(sizes), f"{NAMES[cell]}, test", f"{told}: {measured}, one seed each", use]
+    told, best = [], list[tuple[str, float]]()
+    for label, names in norms.items():
+        points = {name: found[name, m] for name in names}
+        shown = ["diverged" if each is None else f"{mean(each.tested()):.1f}" for each in points.values()]
+        told.append(f"{label} {shown[0]}, with a phase {shown[1]}")
+        held = {name: mean(point.score.accuracies()) for name, point in points.items() if point is not None}
+        if not held:
+            return None
+        first = max(held, key=held.__getitem__)
+        point = points[first]
+        assert point is not None
+        best.append((first, mean(point.tested())))
+    images = table.TEST[CELLS[cell].images]
+    error = sum(standard_error(score, images) ** 2 for _, score in best) ** 0.5
+    ahead = best[0][1] - best[1][1]
+    phase = ", with a closing phase"
+    if ahead > 2 * error:
+        use = "BKN" + phase * ("phase" in best[0][0])
+    else:
+        use = "batch norm on groups" + phase * ("phase" in best[1][0]) + ", which is simpler" * (ahead > -2 * error)
+    return [str(m), f"{NAMES[cell]}, test", f"plain filters, one seed: {'; '.join(told)} %", use]
 
 
 def _shown(point: Point | None | str, way: str) -> str:
@@ -406,7 +423,7 @@ def _table3(data: str) -> str:
             paper = experiment("cifar").paper(PAPERS.get((label, wide), ""), "population", "inception", data)
             shown = label + (", wide" if wide else "")
             lost = len(score.rows) - len(own)
-            count = f"{len(own)}; {lost} diverged" if lost else str(len(own))
+            count = f"{len(own)} ({lost} more diverged)" if lost else str(len(own))
             told = "" if paper is None else f"{paper:.1f}"
             lines.append([shown, count, *(_spread(by_mode[mode]) for mode in MODES), gap, told])
             if own and not wide and label != BASELINE:
@@ -439,6 +456,14 @@ def after_long_runs(label: str, base: str = BASELINE) -> str:
     change = difference(own.accuracies(), other.accuracies())
     seeds = len(set(own.accuracies()) & set(other.accuracies()))
     return f"{change.shown()} points ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+
+
+def diverged(kind: str) -> tuple[int, int]:
+    """Of the runs of a norm with plain filters and a closing phase: how many diverged, and how many there are."""
+    own = [row for name in ("sizes", "table3") for row in round_rows(name)]
+    own = [row for row in own if row["form"]["kind"] == kind and row["form"]["closing"]]
+    own = [row for row in own if row["form"].get("filters", "plain") == "plain"]
+    return sum(row["loss"] is None for row in own), len(own)
 
 
 def gap_after_long_runs(label: str) -> Difference:

@@ -94,9 +94,9 @@ def test_groups_of_four_and_eight():
     )
     assert told in text("README.md")
     assert told in text("docs/should-i-use-it.md")
-    for found in nets:
-        error = statistics.mean((score * (100 - score) / 10_000) ** 0.5 for score in found.values()) * 2**0.5
-        assert abs(found["BKN", 8] - found["groups", 8]) < 2 * error, "as good"
+    above, below = (found["BKN", 8] - found["groups", 8] for found in nets)
+    told = f"With two nets on CIFAR-10 BKN was {above:.1f} points above it and {-below:.1f} below (one seed)"
+    assert told in text("README.md") and told in text("docs/should-i-use-it.md")
 
 
 def test_the_first_page_tells_accuracy_against_m():
@@ -151,12 +151,13 @@ def test_the_reasons_of_the_defaults():
         f"On digits it has {digits(2, 'BKN', 'BKN learned')} at m = 2 and {digits(1, 'BKN', 'BKN learned')} at" in page
     )
     starts = [digits(2, f"BKN, gain from {gain}") for gain in (0.2, 0.8)]
-    assert f"starts at 0.2 and 0.8 cannot be told from it ({starts[0]} and {starts[1]})" in page
+    assert f"a start at 0.1 has {digits(2, 'BKN, gain from 0.1')}, and starts at 0.2 and 0.8 cannot be told" in page
+    assert f"from 0.5 ({starts[0]} and {starts[1]})" in page
     high = digits(1, "BKN, gain from 0.8"), digits(1, "BKN, gain fixed at 0.8")
     assert f"At m = 1 a start at 0.8 has {high[0]}, and a gain fixed at 0.8 {high[1]}." in page
     channels = [digits(m, "BKN, a gain for each channel") for m in (1, 2)]
     assert f"At m = 1 on digits it has {channels[0]}, at m = 2 {channels[1]}." in page
-    assert f"makes no difference to accuracy ({digits(2, 'BKN, no total variance')} on digits)" in page
+    assert f"On digits it makes no difference to accuracy ({digits(2, 'BKN, no total variance')})." in page
 
 
 def ratios(record: str, **wanted: str) -> dict[str, str]:
