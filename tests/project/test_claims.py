@@ -76,14 +76,8 @@ def test_shares_of_parameters_widths_and_chains():
         assert row["above"] == 0
 
 
-def against_m(cell: str) -> dict[tuple[str, int], float]:
-    """By method and m: the accuracy on test images in `population` inference. One seed. What diverged is missing."""
-    found = chosen.points(cell, chosen.evidence())
-    return {key: statistics.mean(point.tested("population").values()) for key, point in found.items() if point}
-
-
 def test_groups_of_four_and_eight():
-    nets = [against_m("cifar10"), against_m("cifar10-resnet32")]
+    nets = [results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")]
     fours = [
         ", ".join(f"{found[key]:.1f}" for key in (("BKN", 4), ("groups", 4))) + f" and {found['groups', 128]:.1f} %"
         for found in nets
@@ -100,7 +94,7 @@ def test_groups_of_four_and_eight():
 
 
 def test_the_first_page_tells_accuracy_against_m():
-    first, second = against_m("cifar10"), against_m("cifar10-resnet32")
+    first, second = results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")
     groups = [[f"{found['groups', m]:.1f} %" for m in (128, 2, 1)] for found in (first, second)]
     told = "batch norm has {} at m = 128, {} at m = 2 and {} at m = 1 with CIFAR Inception, ".format(*groups[0])
     assert told + "and {}, {} and {} with ResNet-32".format(*groups[1]) in text("docs/index.md")
@@ -112,7 +106,7 @@ def test_the_first_page_tells_accuracy_against_m():
 def test_how_near_group_norm_with_standardized_weights_is():
     below = [
         found["BKN, closing phase", 2] - found["standardized", 1]
-        for found in (against_m("cifar10"), against_m("cifar10-resnet32"))
+        for found in (results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32"))
     ]
     rows = [row for row in chosen.evidence() if row["round"] == "table3" and row["cell"] == "cifar10"]
     names = ("group norm with standardized weights", "BKN (128, 2), closing phase")
@@ -135,7 +129,7 @@ def test_the_reasons_of_the_defaults():
         f"has {difference(weights, learned).shown()} points against `learned` at m = 2 after 8 epochs (3 seeds), and "
     )
     assert told + long.replace(" (", " after 30 (") in page
-    nets = [against_m("cifar10"), against_m("cifar10-resnet32")]
+    nets = [results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")]
     ahead = {m: [found["BKN", m] - found["BKN learned", m] for found in nets] for m in (128, 32, 8, 2, 1)}
     two, one = (" and ".join(signed(each) for each in ahead[m]) for m in (2, 1))
     large = [each for m in (8, 32, 128) for each in ahead[m]]
