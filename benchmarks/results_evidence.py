@@ -57,12 +57,13 @@ def rows() -> tuple[Row, ...]:
     return tuple(chosen.evidence())
 
 
-def round_rows(name: str) -> list[Row]:
-    return [row for row in rows() if row["round"] == name and "failed" not in row]
-
-
 def ran() -> list[Row]:
+    """The records without those of failed runs."""
     return [row for row in rows() if "failed" not in row]
+
+
+def round_rows(name: str) -> list[Row]:
+    return [row for row in ran() if row["round"] == name]
 
 
 def recipe_ran() -> bool:
@@ -78,9 +79,8 @@ def phase_at_128_ran() -> bool:
 
 def any_score(cell: str = "", kind: str = "", m: int = 0) -> bool:
     """Whether a run of these rounds has this cell, kind of norm and m."""
-    found = (row for row in rows() if "failed" not in row)
     return any(
-        cell in row["cell"] and kind in ("", row["form"]["kind"]) and m in (0, row["form"]["m"]) for row in found
+        cell in row["cell"] and kind in ("", row["form"]["kind"]) and m in (0, row["form"]["m"]) for row in ran()
     )
 
 
@@ -128,12 +128,12 @@ def _against_m(cell: str) -> str:
     records = [row for point in used for row in point.score.rows.values()]
     images = table.TEST[CELLS[cell].images]
     rates = sorted({point.score.setting.rate for point in used})
-    several = max((point.tried for point in used), default=1) > 1
-    chosen_by = ": each method has the best setting on held-out images of those that it was run with" if several else ""
+    several = any(point.tried > 1 for point in used)
+    setting = ": each method has the best on held-out images" if several else ", the same for every method"
     text = paragraph(
         f"{NAMES[cell]}, {CELLS[cell].epochs} epochs of nine tenths of the training images, scored on {images:,} test "
         f"images. Weight decay {_list(sorted({point.score.setting.decay for point in used}))}, learning rate "
-        f"{_list(rates)}{chosen_by or ' for every method. No rate was chosen for one'}. A closing phase is from 30 to "
+        f"{_list(rates)}{setting}. A closing phase is from 30 to "
         "60 % of the training for BKN, and from 5 to 35 % for batch norm. Both group norms have a warm-up of 7 %."
     )
     headings = ["inference", f"{SHORT[cell]}, test accuracy, % (n)", *(f"m = {m}" for m in sizes)]
@@ -423,7 +423,7 @@ def _table3(data: str) -> str:
             paper = experiment("cifar").paper(PAPERS.get((label, wide), ""), "population", "inception", data)
             shown = label + (", wide" if wide else "")
             lost = len(score.rows) - len(own)
-            count = f"{len(own)} ({lost} more diverged)" if lost else str(len(own))
+            count = f"{len(own)} ({lost} diverged)" if lost else str(len(own))
             told = "" if paper is None else f"{paper:.1f}"
             lines.append([shown, count, *(_spread(by_mode[mode]) for mode in MODES), gap, told])
             if own and not wide and label != BASELINE:
@@ -445,17 +445,20 @@ def _table3(data: str) -> str:
     return text + "\n" + bullets([f"In points, in `population` inference, against {BASELINE}: {told}."])
 
 
+def _of_long_runs(label: str, mode: str = "population") -> Scores:
+    """A row of table 3 on CIFAR-10, by seed."""
+    form = TABLE3[label]
+    own = (score for score in table.scores(round_rows("table3")) if score.setting.cell == "cifar10")
+    return next((score.accuracies(mode) for score in own if score.setting.form == form), {})
+
+
 def after_long_runs(label: str, base: str = BASELINE) -> str:
     """Difference of two rows of CIFAR-10 in `population` inference, with its number of seeds. Empty without runs."""
-    found = {
-        score.setting.form: score for score in table.scores(round_rows("table3")) if score.setting.cell == "cifar10"
-    }
-    own, other = (found.get(TABLE3[name]) for name in (label, base))
-    if own is None or other is None or not set(own.accuracies()) & set(other.accuracies()):
+    own, other = _of_long_runs(label), _of_long_runs(base)
+    seeds = len(set(own) & set(other))
+    if not seeds:
         return ""
-    change = difference(own.accuracies(), other.accuracies())
-    seeds = len(set(own.accuracies()) & set(other.accuracies()))
-    return f"{change.shown()} points ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+    return f"{difference(own, other).shown()} points ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
 
 
 def diverged(kind: str) -> tuple[int, int]:
@@ -468,10 +471,7 @@ def diverged(kind: str) -> tuple[int, int]:
 
 def gap_after_long_runs(label: str) -> Difference:
     """`batch` minus `population` inference of a row of CIFAR-10, with seed 0."""
-    found = {
-        score.setting.form: score for score in table.scores(round_rows("table3")) if score.setting.cell == "cifar10"
-    }
-    batch, population = ({0: found[TABLE3[label]].accuracies(mode)[0]} for mode in ("batch", "population"))
+    batch, population = ({0: _of_long_runs(label, mode)[0]} for mode in ("batch", "population"))
     return difference(batch, population)
 
 

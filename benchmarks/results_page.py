@@ -231,7 +231,7 @@ def _in_one_line() -> str:
                 min(found["BKN", 8] - found["groups", 8] for found in nets) < 0,
             ),
             said(
-                "**m = 4:** batch norm on groups by the recipe (three data sets, 3 seeds). Without it BKN has "
+                "**m = 4:** batch norm on groups by the recipe (three data sets, 3 seeds). With plain filters BKN has "
                 f"{ahead(4)} points against batch norm on the groups (two nets on CIFAR-10, one seed). Plain batch "
                 f"norm on groups of 4 has {lost[0]} and {lost[1]} points against batch norm at 128 there, and {tiny} "
                 "on Tiny-ImageNet (held out, one seed). On digits it loses nothing.",

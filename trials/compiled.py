@@ -1,8 +1,8 @@
 """Max pooling and group norm, compiled by inductor for a GPU.
 
-PyTorch's kernels are slow in channels_last, which trials use: max pooling took a quarter of the time of CIFAR
-Inception's steps with batch norm, and with group norm a step took twice as long as with batch norm. The compiled
-functions have the same results up to rounding.
+PyTorch's max pooling is slow in channels_last, which trials use: its kernels took 0.8 of the 3.1 ms of a step of CIFAR
+Inception on an H200. PyTorch's group norm copies such inputs to another order. The compiled functions have the same
+results up to rounding. How much faster they are was not measured.
 """
 
 from __future__ import annotations

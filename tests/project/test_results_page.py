@@ -238,6 +238,29 @@ def test_the_best_method_is_named_with_those_that_cannot_be_told_from_it(with_re
         assert not re.search(r"\.\.(?!/)|,,|  ", text), "written as one sentence after another"
 
 
+def test_a_training_that_diverged_is_no_win_of_the_other_norm(with_records):
+    """Each norm is taken with or without a closing phase, as held-out images choose."""
+    runs = {run.form: run for run in EVIDENCE["sizes"] if run.cell == "cifar10" and run.form.m == 2}
+    values = {"BKN": 88.0, "BKN, closing phase": 90.0, "groups": 89.9, "groups, closing phase": 99.0}
+    rows = [
+        record("sizes", runs[methods(2)[name]], held_out={"population": value}, tested={"population": value})
+        for name, value in values.items()
+    ]
+
+    def advice():
+        with_records(rows)
+        ((m, _, measured, use),) = results_evidence.beside_groups()
+        assert m == "2" and "BKN 88.0, with a phase 90.0; batch norm on the same groups 89.9, with a phase" in measured
+        return measured.split()[-2], use
+
+    assert advice() == ("99.0", "batch norm on groups, with a closing phase")
+    rows[3]["loss"] = None
+    assert advice() == ("diverged", "batch norm on groups, which is simpler")
+    rows[2]["held_out"]["population"] = rows[2]["tested"]["population"] = 80.0
+    with_records(rows)
+    assert results_evidence.beside_groups()[0][-1] == "BKN, with a closing phase"
+
+
 def test_ablations_are_compared_with_the_row_of_their_name(with_records):
     rows = [row for row in records("ablations") if row["seed"] == 0]
     for row in rows:

@@ -158,9 +158,14 @@ def _paper_models(experiment: Experiment) -> dict[Role, str]:
 
 def _recipe(arm: Arm, dataset: str, model: str, wanted: Wanted) -> Recipe:
     start, end = arm.closing or (None, None)
-    own = {"method": arm.method, "closing_start": start, "closing_end": end, "fade_prior": arm.fades}
-    own["warmup_epochs"] = arm.warmup
-    recipe = dataclasses.replace(at_setting(preset(dataset, model), arm.setting), **own)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(
+        at_setting(preset(dataset, model), arm.setting),
+        method=arm.method,
+        closing_start=start,
+        closing_end=end,
+        fade_prior=arm.fades,
+        warmup_epochs=arm.warmup,
+    )
     scaled = {name: getattr(recipe, name) * wanted.budget for name in ("epochs", "warmup_epochs")}
     recipe = changed(dataclasses.replace(recipe, **scaled), wanted.changes)
     if "evaluate_every" not in wanted.changes:
