@@ -21,11 +21,12 @@ import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,14 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=HERE / "records", help="a folder, for ROUND.jsonl")
     parser.add_argument("--unfinished", type=Path, default=HERE / "unfinished", help="a folder, for running trainings")
     parser.add_argument("--commit", default="", help="commit of the sources, if git is not available")
-    parser.add_argument("--together", type=int, default=6, help="runs side by side")
+    parser.add_argument("--together", type=int, default=6, help="runs side by side in a process")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that share the GPU: one trains while another scores"
+    )
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
     parser.add_argument("--list", action="store_true", help="only print the keys of the runs that are left to do")
     parser.add_argument("--dry", action="store_true", help="a few steps on made-up images, without records")
     arguments = parser.parse_args()
-    torch.backends.cudnn.benchmark = True  # shapes are constant
     queue = Queue(arguments)
     for names in [None] if arguments.queue else parts(arguments.round):
         runs = QUEUE if names is None else [(name, run) for name in names for run in runs_of(name, arguments.records)]
@@ -142,40 +145,86 @@ def dry(run: Run) -> dict[str, Any]:
     return {**training.scores(), "loss": loss, "reached": training.reached}
 
 
+def side_by_side(waiting: list[tuple[str, Run]], together: int) -> list[list[tuple[str, Run]]]:
+    """Runs of one cell, one split of the images and one batch, in the order of the first of each."""
+    by_split: dict[Any, list[tuple[str, Run]]] = {}
+    found = []
+    for each in waiting:
+        own = by_split.get(_split(each[1]))
+        if own is None or len(own) == together:
+            own = by_split[_split(each[1])] = []
+            found.append(own)
+        own.append(each)
+    return found
+
+
+def _worker(arguments: argparse.Namespace, end: float, batches: list[list[tuple[str, Run]]], taken: Any) -> None:
+    """Train batches that no other worker has taken, until none is left or time is over."""
+
+    def free() -> Iterator[list[tuple[str, Run]]]:
+        while True:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= len(batches):
+                return
+            yield batches[number]
+
+    queue = Queue(arguments)
+    queue._end = end
+    queue.train_all(free())
+
+
 class Queue:
     """Runs of one cell, one split of the images and one batch, side by side, until nothing is left or time is over."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.start = arguments, time.perf_counter()
+        self.arguments, self._end = arguments, time.perf_counter() + arguments.budget
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.loaded: dict[tuple[str, bool, bool], Data] = {}
-        self.took: dict[Any, float] = {}  # by cell and images per step: seconds per run of the last batch
+        self.took: dict[Any, float] = {}  # by cell, images per step and epochs: seconds per run of the last batch
 
     def work(self, waiting: list[tuple[str, Run]]) -> None:
         print(f"{len(waiting)} runs to do", flush=True)
         packs = {run: absent(CELLS[run.cell], self.arguments.packs, test=run.test or run.both) for _, run in waiting}
         for name in sorted({pack for found in packs.values() for pack in found}):
             print(f"no pack {name}: {sum(name in found for found in packs.values())} runs are skipped", flush=True)
-        waiting = [(name, run) for name, run in waiting if not packs[run]]
-        while waiting:
-            batch = [each for each in waiting if _split(each[1]) == _split(waiting[0][1])]
-            batch = batch[: min(self.arguments.together, self._fitting(waiting[0][1]))]
-            waiting = [each for each in waiting if each not in batch]
+        batches = side_by_side([(name, run) for name, run in waiting if not packs[run]], self.arguments.together)
+        workers = min(self.arguments.workers, len(batches))
+        if workers <= 1:
+            self.train_all(iter(batches))
+            return
+        context = multiprocessing.get_context("spawn")
+        given = self.arguments, self._end, batches, context.Value("q")
+        processes = [context.Process(target=_worker, args=given) for _ in range(workers)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        bad = [process.exitcode for process in processes if process.exitcode]
+        if bad:
+            sys.exit(f"{len(bad)} of {workers} workers failed")
+
+    def train_all(self, batches: Iterable[list[tuple[str, Run]]]) -> None:
+        torch.backends.cudnn.benchmark = True  # shapes are constant
+        missed = 0
+        for batch in batches:
+            fitting = [] if missed else batch[: self._fitting(batch[0][1])]
+            missed += len(batch) - len(fitting)
             try:
-                if not batch:
-                    raise TimeoutError
-                self._train(batch)
+                if fitting:
+                    self._train(fitting)
             except TimeoutError:
-                print(f"out of time with {len(batch) + len(waiting)} runs to do", file=sys.stderr)
-                return
+                missed += len(fitting)
+        if missed:
+            print(f"out of time with {missed} runs to do", file=sys.stderr)
 
     def _remaining(self) -> float:
-        budget: float = self.arguments.budget
-        return budget - (time.perf_counter() - self.start)
+        return self._end - time.perf_counter()  # type: ignore[no-any-return]
 
     def _fitting(self, run: Run) -> int:
         """How many runs like this are likely to end in time. Another machine could not go on with the others."""
-        remaining, took = self._remaining(), self.took.get((run.cell, run.batch))
+        remaining, took = self._remaining(), self.took.get((run.cell, run.batch, run.epochs))
         if took is None or math.isinf(remaining):
             return self.arguments.together  # type: ignore[no-any-return]
         return max(int(remaining / took), 0)
@@ -205,7 +254,8 @@ class Queue:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
             self._place(training.run).unlink(missing_ok=True)
-        self.took[cell.name, batch[0][1].batch] = (time.perf_counter() - begun) / len(batch)
+        first = batch[0][1]
+        self.took[first.cell, first.batch, first.epochs] = (time.perf_counter() - begun) / len(batch)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
 
     def _data(self, cell: Cell, run: Run) -> Data:
@@ -260,6 +310,8 @@ def _outcome(training: Training) -> dict[str, Any]:
         "weights": training.weights(),
         "steps": training.steps,
     }
+    if training.done < training.steps:
+        found["stopped"] = training.done  # its loss was not finite
     if "tested" in scores:
         found["tested"] = scores["tested"]
     if training.reached:

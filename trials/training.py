@@ -23,7 +23,7 @@ import kalmannorm
 from kalmannorm._norms.grouped import Inference
 from kalmannorm.lab.data.resident import crop_and_flip
 from trials.cells import BATCH, Cell, Data, subset
-from trials.compiled import compile_slow_parts
+from trials.faster import speed_up
 from trials.forms import Form, Time
 
 MOMENTUM = 0.9
@@ -106,7 +106,7 @@ class Training:
         self.several = steps_per_graph(batch)
         helper = run.form.apply(self.model, example, self.steps)
         if graph:
-            compile_slow_parts(self.model)
+            speed_up(self.model)
         self.phase = helper if isinstance(helper, kalmannorm.ClosingPhase) else None
         self.time = None if isinstance(helper, kalmannorm.ClosingPhase) else helper
         order = [
@@ -220,13 +220,18 @@ class Training:
         with torch.no_grad():
             for (params, decay), velocity in zip(self.groups, self.velocity, strict=True):
                 mine = [next(grads).contiguous(memory_format=_format(p)) for p in params]
-                if decay:
-                    torch._foreach_add_(mine, params, alpha=decay)
-                torch._foreach_mul_(velocity, MOMENTUM)
-                torch._foreach_add_(velocity, mine)
-                torch._foreach_add_(mine, velocity, alpha=MOMENTUM)  # Nesterov
-                torch._foreach_mul_(mine, -self.rate * falling)
-                torch._foreach_add_(params, mine)
+                torch._fused_sgd_(
+                    params,
+                    mine,
+                    velocity,
+                    weight_decay=decay,
+                    momentum=MOMENTUM,
+                    lr=self.rate * falling,
+                    dampening=0.0,
+                    nesterov=True,
+                    maximize=False,
+                    is_first_step=False,
+                )
             self._move_phase(at)
             self.losses.index_copy_(0, at, loss.detach().view(1))
             self.at.add_(1)
@@ -342,6 +347,11 @@ class Training:
         """Mean loss of the last hundred steps. NaN once the training has diverged."""
         return float(self.losses[max(self.done - 100, 0) : self.done].mean())
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss is not finite. The parameters are NaN then, and no later step can change that."""
+        return self.done > 0 and not math.isfinite(float(self.losses[self.done - 1]))
+
     @torch.no_grad()
     def weights(self) -> float:
         """How long filters are: log2 of the root mean square length of a layer's filters, averaged over layers."""
@@ -362,7 +372,7 @@ def _format(parameter: nn.Parameter) -> torch.memory_format:
 
 
 def train(runs: list[Training], seconds: float = math.inf, save: Callable[[Training], None] | None = None) -> float:
-    """Train all of them to the end, one step of each in turn.
+    """Train all of them to the end, or until the loss is not finite, one step of each in turn.
 
     Returns the seconds. `save` is called from time to time, and before the error that says that time is over.
     """
@@ -376,6 +386,7 @@ def train(runs: list[Training], seconds: float = math.inf, save: Callable[[Train
         if count % LOOKED_EVERY == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+            runs = [run for run in runs if not run.diverged]
             now = time.perf_counter()
             over = now - start > seconds
             if save is not None and (over or now - last > SAVED_EVERY):

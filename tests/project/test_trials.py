@@ -16,8 +16,8 @@ from support.wide import narrow
 from trials import __main__ as command
 from trials import early, table, training
 from trials.cells import CELLS, Cell, Data, split
-from trials.compiled import compile_slow_parts
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
+from trials.faster import speed_up
 from trials.forms import Form
 from trials.rounds import ROUNDS
 from trials.training import MOMENTUM, Run, Training, train
@@ -187,23 +187,34 @@ def test_the_wide_net_has_the_parameters_of_the_learned_transition():
     assert abs(counts[0] / counts[1] - 1) <= 0.01
 
 
-@pytest.mark.parametrize("part", [nn.MaxPool2d(3, 1, padding=1), nn.GroupNorm(4, 8, eps=0.1)], ids=str)
-def test_compiled_parts_equal_those_of_torch(part):
+def test_the_compiled_group_norm_is_that_of_torch():
     """What trials use on a GPU, in training."""
-    torch.manual_seed(0)
+    part = nn.GroupNorm(4, 8, eps=0.1)
     for parameter in part.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last).requires_grad_()
     found = []
     for model in (part, copy.deepcopy(part)):
         if found:
-            compile_slow_parts(model)
+            speed_up(model)
         y = model(x)
         grads = torch.autograd.grad(y, [x, *model.parameters()], torch.linspace(-1, 1, y.numel()).view(y.shape))
         found.append([y, *grads])
         assert torch.equal(model.eval()(x), part.eval()(x))
     for expected, actual in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:kalmannorm. a batch had NaN")
+def test_a_diverged_training_ends_early(monkeypatch):
+    monkeypatch.setattr(training, "LOOKED_EVERY", 2)
+    bad, good = made_up(Form(kind="ghost", m=2), epochs=5), made_up(Form(kind="ghost", m=2), epochs=5)
+    with torch.no_grad():
+        bad.model[0].weight.fill_(math.nan)
+    train([bad, good])
+    assert bad.done == 2 and good.done == good.steps == bad.steps
+    assert not math.isfinite(bad.loss()) and math.isfinite(good.loss())
+    assert bad.diverged and not good.diverged
 
 
 def converted(form):
@@ -307,7 +318,13 @@ def queue(tmp_path, monkeypatch, runs, **options):
     tested = images[:20], labels[:20]
     monkeypatch.setattr(command, "absent", lambda cell, *_, test: [] if cell.images == "cifar10" else ["tiny100-a"])
     monkeypatch.setattr(command, "load", lambda *_, test, both: split(images, labels, tested, test=test, device="cpu"))
-    usual = {"budget": math.inf, "together": 2, "records": tmp_path, "unfinished": tmp_path / "unfinished"}
+    usual = {
+        "budget": math.inf,
+        "together": 2,
+        "workers": 1,
+        "records": tmp_path,
+        "unfinished": tmp_path / "unfinished",
+    }
     arguments = argparse.Namespace(packs=tmp_path, commit="abc", **{**usual, **options})
     command.Queue(arguments).work(command.left(runs, None, "", tmp_path))
     path = tmp_path / "smoke.jsonl"
@@ -341,13 +358,27 @@ def test_the_queue_begins_no_run_that_would_not_end(tmp_path, monkeypatch, capsy
     def trained(self, batch):
         original(self, batch)
         batches.append(len(batch))
-        self.took["cifar10", 12] = 5.0
+        self.took["cifar10", 12, None] = 5.0
 
     batches = []
     monkeypatch.setattr(command.Queue, "_train", trained)
     assert len(queue(tmp_path, monkeypatch, runs, budget=100.0, together=2)) == 3
     assert batches == [2, 1]
     assert "out of time with 2 runs to do" in capsys.readouterr().err
+
+
+def test_workers_share_the_runs(tmp_path):
+    """Digits are read by the workers, which are processes of their own."""
+    runs = [
+        Run("digits", Form(kind="ghost", m=2), seed=seed, epochs=1, batch=64, test=True, rate=rate)
+        for seed in range(2)
+        for rate in (0.1, 0.2)
+    ]
+    usual = {"budget": math.inf, "together": 1, "workers": 2, "records": tmp_path, "unfinished": tmp_path}
+    arguments = argparse.Namespace(packs=tmp_path, commit="abc", **usual)
+    command.Queue(arguments).work([("smoke", run) for run in runs])
+    rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
+    assert sorted(row["key"] for row in rows) == sorted(run.key for run in runs)
 
 
 def test_the_queue_skips_runs_without_packs_and_tries_failed_ones_last(tmp_path, monkeypatch, capsys):

@@ -267,7 +267,7 @@ def test_runs_of_different_batches_are_not_side_by_side(tmp_path, monkeypatch):
     batches = []
     monkeypatch.setattr(command, "absent", lambda *_, **__: [])
     monkeypatch.setattr(command.Queue, "_train", lambda self, batch: batches.append({run.batch for _, run in batch}))
-    usual = {"packs": tmp_path, "records": tmp_path, "together": 30, "budget": math.inf}
+    usual = {"packs": tmp_path, "records": tmp_path, "together": 30, "workers": 1, "budget": math.inf}
     command.Queue(argparse.Namespace(**usual)).work([("small", run) for run in ROUNDS["small"]])
     assert batches == [{2}, {4}, {1}]
 

@@ -11,7 +11,9 @@ def poison(monkeypatch):
     def poisoned(make):
         def made(*args, **kwargs):
             memory = make(*args, **kwargs)
-            return memory.fill_(float("nan") if memory.is_floating_point() else 10**6)
+            if memory.is_floating_point():
+                return memory.fill_(float("nan"))
+            return memory.fill_(99 if memory.dtype in (torch.int8, torch.uint8) else 10**6)
 
         return made
 
