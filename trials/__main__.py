@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -196,7 +197,8 @@ class Queue:
             return
         context = multiprocessing.get_context("spawn")
         given = self.arguments, self._end, batches, context.Value("q")
-        processes = [context.Process(target=_worker, args=given) for _ in range(workers)]
+        worker = importlib.import_module("trials.__main__")._worker  # by its name in here, spawn would not find it
+        processes = [context.Process(target=worker, args=given) for _ in range(workers)]
         for process in processes:
             process.start()
         for process in processes:
