@@ -146,6 +146,26 @@ def dry(run: Run) -> dict[str, Any]:
     return {**training.scores(), "loss": loss, "reached": training.reached}
 
 
+IMAGES = 50_000
+"""Training images of every data set of a cell whose steps have a measured time."""
+
+
+def affordable(waiting: list[tuple[str, Run]], budget: float) -> list[tuple[str, Run]]:
+    """The first of these runs, as many as are likely to end in time. Another machine could not go on with the others.
+
+    A GPU is full with a few runs side by side, so their times add up.
+    """
+    total = 0.0
+    for count, (_, run) in enumerate(waiting):
+        cell = CELLS[run.cell]
+        epochs = cell.epochs if run.epochs is None else run.epochs
+        total += 1e-3 * cell.step * epochs * IMAGES * (1.0 if run.test else 0.9) / BATCH
+        if total > budget:
+            print(f"no time for {len(waiting) - count} runs", flush=True)
+            return waiting[:count]
+    return waiting
+
+
 def side_by_side(waiting: list[tuple[str, Run]], together: int) -> list[list[tuple[str, Run]]]:
     """Runs of one cell, one split of the images and one batch, in the order of the first of each."""
     by_split: dict[Any, list[tuple[str, Run]]] = {}
@@ -183,14 +203,14 @@ class Queue:
         self.arguments, self._end = arguments, time.perf_counter() + arguments.budget
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.loaded: dict[tuple[str, bool, bool], Data] = {}
-        self.took: dict[Any, float] = {}  # by cell, images per step and epochs: seconds per run of the last batch
 
     def work(self, waiting: list[tuple[str, Run]]) -> None:
         print(f"{len(waiting)} runs to do", flush=True)
         packs = {run: absent(CELLS[run.cell], self.arguments.packs, test=run.test or run.both) for _, run in waiting}
         for name in sorted({pack for found in packs.values() for pack in found}):
             print(f"no pack {name}: {sum(name in found for found in packs.values())} runs are skipped", flush=True)
-        batches = side_by_side([(name, run) for name, run in waiting if not packs[run]], self.arguments.together)
+        waiting = affordable([(name, run) for name, run in waiting if not packs[run]], self.arguments.budget)
+        batches = side_by_side(waiting, self.arguments.together)
         workers = min(self.arguments.workers, len(batches))
         if workers <= 1:
             self.train_all(iter(batches))
@@ -211,25 +231,15 @@ class Queue:
         torch.backends.cudnn.benchmark = True  # shapes are constant
         missed = 0
         for batch in batches:
-            fitting = [] if missed else batch[: self._fitting(batch[0][1])]
-            missed += len(batch) - len(fitting)
             try:
-                if fitting:
-                    self._train(fitting)
+                self._train(batch)
             except TimeoutError:
-                missed += len(fitting)
+                missed += len(batch)
         if missed:
             print(f"out of time with {missed} runs to do", file=sys.stderr)
 
     def _remaining(self) -> float:
         return self._end - time.perf_counter()  # type: ignore[no-any-return]
-
-    def _fitting(self, run: Run) -> int:
-        """How many runs like this are likely to end in time. Another machine could not go on with the others."""
-        remaining, took = self._remaining(), self.took.get((run.cell, run.batch, run.epochs))
-        if took is None or math.isinf(remaining):
-            return self.arguments.together  # type: ignore[no-any-return]
-        return max(int(remaining / took), 0)
 
     def _train(self, batch: list[tuple[str, Run]]) -> None:
         begun = time.perf_counter()
@@ -256,8 +266,6 @@ class Queue:
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
             self._place(training.run).unlink(missing_ok=True)
-        first = batch[0][1]
-        self.took[first.cell, first.batch, first.epochs] = (time.perf_counter() - begun) / len(batch)
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
 
     def _data(self, cell: Cell, run: Run) -> Data:

@@ -3,6 +3,7 @@
     max pooling     y, tap = max over the window; the backward gathers the gradients of the windows that chose a value
     joined ReLUs    out[:, a:b] = relu(x) for each branch of a concatenation, without a copy before or after
     shared input    x for several readers; the backward adds all their gradients in one pass
+    mean            over the positions; the gradient of all positions of a channel is one number in memory
 
 A tensor (N, C, H, W) in channels_last is (rows, C) in memory, with a row for each position of each image. The results
 are those of PyTorch: window positions are compared in its order, and NaN is passed on. Sums of gradients are added in
@@ -19,8 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_READERS = 4
+STRIP = 3, 1, 1
+"""Size, stride and padding of the windows of CIFAR Inception."""
 TILE = 2048
 """Values of a program."""
+WIDEST = 64
+"""The most columns of an image whose rows one program reads, of 32 channels."""
 
 
 @triton.jit
@@ -62,8 +67,70 @@ def pool_backward_kernel(
         inside = there & (whole & (h // STRIDE < OH) & (w // STRIDE < OW))[:, None]
         at = ((image * OH + h // STRIDE) * OW + w // STRIDE)[:, None] * C + channel[None, :]
         mine = tl.load(taps + at, mask=inside, other=-1) == tap
-        total += tl.load(grad + at, mask=inside & mine, other=0.0).to(tl.float32)
+        total += tl.where(mine, tl.load(grad + at, mask=inside, other=0.0).to(tl.float32), 0.0)
     tl.store(dx + row[:, None] * C + channel[None, :], total, mask=there)
+
+
+@triton.jit
+def _of_row(x, h, H, W, C, column, channel):
+    """The maxima of three neighbours in row h, and which of the three it is. -inf beyond the image."""
+    best = tl.full((column.shape[0], channel.shape[0]), float("-inf"), tl.float32)
+    chosen = tl.zeros((column.shape[0], channel.shape[0]), tl.int32)
+    for tap in tl.static_range(3):
+        w = column + tap - 1
+        inside = ((w >= 0) & (w < W))[:, None] & (channel < C)[None, :] & (h < H)
+        value = tl.load(x + (h * W + w)[:, None] * C + channel[None, :], mask=inside, other=float("-inf"))
+        value = value.to(tl.float32)
+        better = (value > best) | (value != value)
+        best, chosen = tl.where(better, value, best), tl.where(better, tap, chosen)
+    return best, chosen
+
+
+@triton.jit
+def strip_forward_kernel(x, y, taps, H, W, C, BW: tl.constexpr, BC: tl.constexpr):
+    """Windows of 3×3 with stride 1 and padding 1. A program goes down the rows of some channels of an image."""
+    start = tl.program_id(0).to(tl.int64) * H * W * C
+    channel, column = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BW)
+    there = (column < W)[:, None] & (channel < C)[None, :]
+    above = tl.full((BW, BC), float("-inf"), tl.float32)
+    above_tap = tl.zeros((BW, BC), tl.int32)
+    here, here_tap = _of_row(x + start, 0, H, W, C, column, channel)
+    for h in range(H):
+        below, below_tap = _of_row(x + start, h + 1, H, W, C, column, channel)
+        better = (here > above) | (here != here)
+        best, chosen = tl.where(better, here, above), tl.where(better, here_tap + 3, above_tap)
+        better = (below > best) | (below != below)
+        best, chosen = tl.where(better, below, best), tl.where(better, below_tap + 6, chosen)
+        at = start + (h * W + column)[:, None] * C + channel[None, :]
+        tl.store(y + at, best, mask=there)
+        tl.store(taps + at, chosen, mask=there)
+        above, above_tap, here, here_tap = here, here_tap, below, below_tap
+
+
+@triton.jit
+def strip_backward_kernel(grad, taps, dx, H, W, C, BW: tl.constexpr, BC: tl.constexpr):
+    """Row h of the gradient is a part of the rows h - 1, h and h + 1 of dx."""
+    start = tl.program_id(0).to(tl.int64) * H * W * C
+    channel, column = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BW)
+    there = (column < W)[:, None] & (channel < C)[None, :]
+    above = tl.zeros((BW, BC), tl.float32)
+    here = tl.zeros((BW, BC), tl.float32)
+    for h in range(H):
+        below = tl.zeros((BW, BC), tl.float32)
+        for tap in tl.static_range(3):
+            w = column + 1 - tap
+            inside = ((w >= 0) & (w < W))[:, None] & (channel < C)[None, :]
+            at = start + (h * W + w)[:, None] * C + channel[None, :]
+            mine = tl.load(taps + at, mask=inside, other=-1).to(tl.int32)
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            above += tl.where(mine == tap, g, 0.0)
+            here += tl.where(mine == tap + 3, g, 0.0)
+            below += tl.where(mine == tap + 6, g, 0.0)
+        at = start + ((h - 1) * W + column)[:, None] * C + channel[None, :]
+        tl.store(dx + at, above, mask=there & (h > 0))
+        above, here = here, below
+    at = start + ((H - 1) * W + column)[:, None] * C + channel[None, :]
+    tl.store(dx + at, above, mask=there)
 
 
 @triton.jit
@@ -78,12 +145,16 @@ def relu_into_kernel(x, out, C, width, rows, BR: tl.constexpr, BC: tl.constexpr)
 
 
 @triton.jit
-def relu_backward_kernel(grad, out, dx, C, width, rows, BR: tl.constexpr, BC: tl.constexpr):
+def relu_backward_kernel(
+    grad, out, dx, C, width, positions, by_image, by_position, rows, BR: tl.constexpr, BC: tl.constexpr
+):
+    """`by_image` and `by_position` are the strides of `grad`, whose channels are side by side."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     there = (row < rows)[:, None] & (channel < C)[None, :]
-    at = row[:, None] * width + channel[None, :]
-    value, g = tl.load(out + at, mask=there), tl.load(grad + at, mask=there)
+    of_grad = row // positions * by_image + row % positions * by_position
+    value = tl.load(out + row[:, None] * width + channel[None, :], mask=there)
+    g = tl.load(grad + of_grad[:, None] + channel[None, :], mask=there)
     tl.store(dx + row[:, None] * C + channel[None, :], tl.where(value <= 0, 0, g), mask=there)
 
 
@@ -110,10 +181,6 @@ def _last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[1]
-
-
 class MaxPool(torch.autograd.Function):
     """`F.max_pool2d` of square windows. Values of -inf are not expected: they may choose a place outside the image."""
 
@@ -124,8 +191,11 @@ class MaxPool(torch.autograd.Function):
         OH, OW = ((side + 2 * padding - size) // stride + 1 for side in (H, W))
         y = torch.empty((N, C, OH, OW), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         taps = torch.empty_like(y, dtype=torch.int8)
-        grid, BR, BC = _tile(N * OH * OW, C)
-        pool_forward_kernel[grid](x, y, taps, H, W, OH, OW, C, N * OH * OW, size, stride, padding, BR, BC)
+        if (size, stride, padding) == STRIP and W <= WIDEST:
+            strip_forward_kernel[N, triton.cdiv(C, 32)](x, y, taps, H, W, C, triton.next_power_of_2(W), 32)
+        else:
+            grid, BR, BC = _tile(N * OH * OW, C)
+            pool_forward_kernel[grid](x, y, taps, H, W, OH, OW, C, N * OH * OW, size, stride, padding, BR, BC)
         ctx.save_for_backward(taps)
         ctx.window, ctx.shape = (size, stride, padding), x.shape
         return y
@@ -135,8 +205,11 @@ class MaxPool(torch.autograd.Function):
         (taps,), (N, C, H, W), (OH, OW) = ctx.saved_tensors, ctx.shape, grad.shape[2:]
         grad = _last(grad)
         dx = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
-        grid, BR, BC = _tile(N * H * W, C)
-        pool_backward_kernel[grid](grad, taps, dx, H, W, OH, OW, C, N * H * W, *ctx.window, BR, BC)
+        if ctx.window == STRIP and W <= WIDEST:
+            strip_backward_kernel[N, triton.cdiv(C, 32)](grad, taps, dx, H, W, C, triton.next_power_of_2(W), 32)
+        else:
+            grid, BR, BC = _tile(N * H * W, C)
+            pool_backward_kernel[grid](grad, taps, dx, H, W, OH, OW, C, N * H * W, *ctx.window, BR, BC)
         return dx, None, None, None
 
 
@@ -159,13 +232,16 @@ class JoinedReLUs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        (out,), grad = ctx.saved_tensors, _last(grad)
+        (out,) = ctx.saved_tensors
         N, width, H, W = out.shape
+        if grad.stride(1) != 1 or grad.stride(2) != W * grad.stride(3):
+            grad = _last(grad)
+        strides = H * W, grad.stride(0), grad.stride(3)
         found = []
         for own_grad, own in zip(grad.split(ctx.widths, 1), out.split(ctx.widths, 1), strict=True):
             dx = torch.empty(own.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
             grid, BR, BC = _tile(N * H * W, own.shape[1])
-            relu_backward_kernel[grid](own_grad, own, dx, own.shape[1], width, N * H * W, BR, BC)
+            relu_backward_kernel[grid](own_grad, own, dx, own.shape[1], width, *strides, N * H * W, BR, BC)
             found.append(dx)
         return tuple(found)
 
@@ -184,3 +260,17 @@ class Shared(torch.autograd.Function):
         given = [grads[number] if number < len(grads) else grads[0] for number in range(MOST_READERS)]
         add_kernel[(triton.cdiv(total.numel(), TILE),)](*given, total, total.numel(), len(grads), TILE)
         return total, None
+
+
+class Mean(torch.autograd.Function):
+    """`x.mean((2, 3))`. Its gradient is expanded from one value for each image and channel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean((2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        positions = ctx.shape[2] * ctx.shape[3]
+        return (grad / positions)[:, :, None, None].expand(ctx.shape)

@@ -53,11 +53,11 @@ def test_tables_of_fine_tuning():
     assert fine_tuning.written(page) == page, "run python benchmarks/fine_tuning.py --tables"
 
 
-def test_what_the_readme_says_of_cifar():
+def test_what_the_results_say_of_8_epochs_of_cifar():
     """Above batch norm by example, beyond the spread of seeds; below it by population, within the spread."""
     bkn, bn = (scores(*line, "population") for line in (("BKN weights", 2), ("BN", 128)))
     told = f"is {statistics.mean(bn) - statistics.mean(bkn):.1f} points lower than that of batch norm"
-    assert all(told in text(name) for name in ("README.md", "docs/results.md"))
+    assert told in text("docs/results.md")
     assert stats.ttest_ind(bn, bkn, equal_var=False).pvalue > 0.05
     for mode in ("population", "batch", "example"):
         other = scores("BN", 128, mode)
@@ -112,11 +112,13 @@ def test_how_near_group_norm_with_standardized_weights_is():
     names = ("group norm with standardized weights", "BKN (128, 2), closing phase")
     long = {score.setting.form: score.accuracies("population") for score in table.scores(rows)}
     ws, bkn = (long[TABLE3[name]] for name in names)
-    assert set(ws) == set(bkn) == {0}, "one seed"
+    change = difference(ws, bkn)
+    assert change.half is None and change.points > 0
     told = (
         f"it was {below[0]:.1f} points below BKN at m = 2 with a closing phase with CIFAR Inception, and "
-        f"{below[1]:.1f} points with ResNet-32. After [30 epochs](results.md#the-papers-cifar-table) with CIFAR "
-        f"Inception it was {ws[0] - bkn[0]:.1f} points above it. All of these have one seed."
+        f"{below[1]:.1f} points with ResNet-32. All of these have one seed. After [30 "
+        f"epochs](results.md#the-papers-cifar-table) with CIFAR Inception it was {change.size()} points above it "
+        f"({len(ws)} seeds)."
     )
     assert told in text("docs/should-i-use-it.md")
 
@@ -129,6 +131,8 @@ def test_the_reasons_of_the_defaults():
         f"has {difference(weights, learned).shown()} points against `learned` at m = 2 after 8 epochs (3 seeds), and "
     )
     assert told + long.replace(" (", " after 30 (") in page
+    example = difference(*(results_evidence._of_long_runs("BKN (128, 2)", mode) for mode in ("example", "population")))
+    assert f"on CIFAR-10 at m = 2 by {example.size()} points after 30 epochs (3 seeds" in page and example.above
     nets = [results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")]
     ahead = {m: [found["BKN", m] - found["BKN learned", m] for found in nets] for m in (128, 32, 8, 2, 1)}
     two, one = (" and ".join(signed(each) for each in ahead[m]) for m in (2, 1))

@@ -66,9 +66,9 @@ def test_pictures_of_the_readme_exist():
     assert not [name for name in found if not (README.parent / name).is_file()]
 
 
-def test_the_cifar_table_is_what_the_records_say():
+def test_the_table_of_8_epochs_is_what_the_records_say():
     records = [json.loads(line) for line in (RECORDS / "cifar10.jsonl").read_text().splitlines()]
-    rows = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
+    text = RESULTS.read_text(encoding="utf-8")
     for label, (method, m) in {
         "batch norm (128, 128)": ("BN", 128),
         "batch norm (128, 2)": ("BN", 2),
@@ -78,26 +78,30 @@ def test_the_cifar_table_is_what_the_records_say():
     }.items():
         own = [r["accuracy"] for r in records if (r["method"], r["statistics_batch"]) == (method, m)]
         assert len(own) == 3
-        cells = [cell.strip(" *") for cell in rows[label].split("|") if cell.strip()]
-        for mode, cell in zip(own[0], cells, strict=True):
-            scores = [accuracy[mode] for accuracy in own]
-            assert cell == f"{statistics.mean(scores):.1f} ± {statistics.stdev(scores):.1f}", (label, mode)
-        assert f"| {label} | 3 | {' | '.join(cells)} |" in RESULTS.read_text(encoding="utf-8"), "the same there"
+        scores = [[accuracy[mode] for accuracy in own] for mode in own[0]]
+        cells = [f"{statistics.mean(each):.1f} ± {statistics.stdev(each):.1f}" for each in scores]
+        assert f"| {label} | 3 | {' | '.join(cells)} |" in text
 
 
-def test_the_page_for_deciding_repeats_the_readme():
-    """Its table has the columns population and example of the README's."""
-    rows = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", README.read_text(encoding="utf-8"), re.MULTILINE))
-    text = (README.parent / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
-    shown = dict(re.findall(r"^\| ([^|]+?) \| (\d.*?) \|$", text, re.MULTILINE))
-    for here, there in {
-        "batch norm, groups of 128": "batch norm (128, 128)",
-        "batch norm, groups of 2": "batch norm (128, 2)",
-        "group norm, warmed up": "group norm, warmed up",
-        "BKN, groups of 2": "BKN (128, 2)",
+def test_the_table_of_30_epochs_is_what_the_records_say():
+    """The same in README and in the page for deciding."""
+    lines = (README.parent / "trials" / "records" / "table3.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [row for row in map(json.loads, lines) if row["cell"] == "cifar10" and row["loss"] is not None]
+    for label, wanted in {
+        "batch norm (128, 128)": {"kind": "ghost", "m": 128, "filters": "plain", "closing": False},
+        "**BKN learned (128, 2)**": {"kind": "kalman", "transition": "learned"},
+        "**BKN (128, 2)**": {"kind": "kalman", "transition": "weights", "closing": False},
+        "**BKN (128, 2), recipe**": {"kind": "kalman", "filters": "scaled"},
     }.items():
-        cells = [cell.strip(" *") for cell in rows[there].split("|")]
-        assert [cell.strip(" *") for cell in shown[here].split("|")] == [cells[0], cells[-1]]
+        own = [row["test"] for row in records if wanted.items() <= row["form"].items()]
+        assert len(own) == 3
+        found = {mode: [row[mode] for row in own] for mode in ("population", "example")}
+        cells = {mode: f"{statistics.mean(each):.1f} ± {statistics.stdev(each):.1f}" for mode, each in found.items()}
+        for page in (README, README.parent / "docs" / "should-i-use-it.md"):
+            row = next(
+                line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {label} |")
+            )
+            assert row.split(" | ")[1] == cells["population"] and row.endswith(f" {cells['example']} |")
 
 
 @pytest.mark.parametrize("page", [README, *sorted(README.parent.glob("docs/*.md"))], ids=lambda page: page.name)

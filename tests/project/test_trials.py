@@ -349,22 +349,14 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
     assert len(queue(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
 
 
-def test_the_queue_begins_no_run_that_would_not_end(tmp_path, monkeypatch, capsys):
-    runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), seed=seed, both=True, batch=12)) for seed in range(5)]
-    remaining = iter([100.0, 100.0, 100.0, 9.0, 9.0, 9.0, 4.0])
-    monkeypatch.setattr(command.Queue, "_remaining", lambda self: next(remaining))
-    original = command.Queue._train
-
-    def trained(self, batch):
-        original(self, batch)
-        batches.append(len(batch))
-        self.took["cifar10", 12, None] = 5.0
-
-    batches = []
-    monkeypatch.setattr(command.Queue, "_train", trained)
-    assert len(queue(tmp_path, monkeypatch, runs, budget=100.0, together=2)) == 3
-    assert batches == [2, 1]
-    assert "out of time with 2 runs to do" in capsys.readouterr().err
+def test_the_queue_begins_no_run_that_would_not_end(capsys):
+    runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), seed=seed, test=True, epochs=30)) for seed in range(5)]
+    seconds = 1e-3 * CELLS["cifar10"].step * 30 * 50_000 / 128
+    assert command.affordable(runs, 3.5 * seconds) == runs[:3]
+    assert "no time for 2 runs" in capsys.readouterr().out
+    assert command.affordable(runs, math.inf) == runs
+    unknown = [("smoke", Run("digits", Form(kind="ghost", m=2), seed=seed)) for seed in range(5)]
+    assert command.affordable(unknown, 1.0) == unknown
 
 
 def test_workers_share_the_runs(tmp_path):

@@ -9,7 +9,7 @@ from kalmannorm.lab.models.cifar_inception import CifarInception
 from support.poisoned import DEVICE, poison
 from trials import faster
 from trials.evidence import TABLE3
-from trials.triton_parts import JoinedReLUs, MaxPool, Shared
+from trials.triton_parts import JoinedReLUs, MaxPool, Mean, Shared
 
 pytestmark = [  # of Triton's interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -36,7 +36,7 @@ def gradients(y, inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [(3, 1, 1), (3, 2, 1), (2, 2, 0)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 5, 7, 6), (3, 70, 4, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 7, 6), (3, 70, 4, 5), (1, 3, 2, 9), (1, 2, 3, 66)], ids=str)
 def test_max_pooling_is_that_of_torch(shape, window, dtype):
     x = some(*shape, dtype=dtype, coarse=True)
     ours, theirs = MaxPool.apply(x, *window), F.max_pool2d(x, *window)
@@ -45,11 +45,12 @@ def test_max_pooling_is_that_of_torch(shape, window, dtype):
     torch.testing.assert_close(*gradients(ours, x), *gradients(theirs, x), **tolerance)
 
 
-def test_max_pooling_passes_nan_on():
+@pytest.mark.parametrize("window", [(3, 1, 1), (3, 2, 1)], ids=str)
+def test_max_pooling_passes_nan_on(window):
     x = some(1, 4, 5, 5)
     with torch.no_grad():
         x[0, 1, 2, 2] = torch.nan
-    torch.testing.assert_close(MaxPool.apply(x, 3, 1, 1), F.max_pool2d(x, 3, 1, 1), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(MaxPool.apply(x, *window), F.max_pool2d(x, *window), equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -63,6 +64,16 @@ def test_joined_relus_are_those_of_torch(dtype):
         assert torch.equal(mine, other)
 
 
+def test_joined_relus_take_the_gradient_of_a_mean():
+    """It is expanded from one value per image and channel."""
+    parts = [some(3, width, 4, 5) for width in (64, 5)]
+    ours = Mean.apply(JoinedReLUs.apply(*parts))
+    theirs = torch.cat([F.relu(part) for part in parts], 1).mean((2, 3))
+    assert torch.equal(ours, theirs)
+    for mine, other in zip(gradients(ours, parts), gradients(theirs, parts), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 @pytest.mark.parametrize("readers", [2, 3, 4])
 def test_gradients_of_a_shared_input_are_added(readers):
     x = some(2, 9, 5, 7)
@@ -73,6 +84,14 @@ def test_gradients_of_a_shared_input_are_added(readers):
     torch.testing.assert_close(*gradients(ours, x), *gradients(theirs, x))
 
 
+@pytest.fixture
+def _full_float32():
+    """TF32 on a GPU would differ by more than the kernels do."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+@pytest.mark.usefixtures("_full_float32")
 @pytest.mark.parametrize("name", TABLE3)
 def test_a_net_of_the_table_has_the_same_outputs_and_gradients(name):
     torch.manual_seed(0)
@@ -88,7 +107,7 @@ def test_a_net_of_the_table_has_the_same_outputs_and_gradients(name):
         model.load_state_dict(state)
         if fast:
             for module in model.modules():
-                if isinstance(module, (nn.MaxPool2d, faster.Block)):
+                if isinstance(module, faster.WITH_TRITON):
                     module.forward = faster._Faster(module)
         y = model(x)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
