@@ -16,41 +16,24 @@ from pathlib import Path
 import results_evidence as evidence
 import results_filters as filters
 import results_lab as lab
-import results_small
+import results_table3 as table3
 import results_trials as trials
-from measured import ROOT, markdown, placed
+from measured import ROOT, placed
+from results_advice import of_rates, when
 from results_early import early_table
-from results_lab import SmallForm, above, cifar, digits, small
+from results_lab import above, cifar, digits
 from results_small import small_rates
-from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
+from results_words import bullets, difference, mean, paragraph, said, signed
 
 from kalmannorm.lab.experiments.catalogue import experiment
 from trials import table
 from trials.cells import CELLS
 from trials.forms import Form
-from trials.table import HELD_OUT
 
 DOCUMENT = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 DECIDING = ROOT / "docs" / "should-i-use-it.md"
 RECIPE = ROOT / "docs" / "recipe.md"
-
-
-def chosen(cell: str, kind: str, m: int, *, phase: bool = True) -> float:
-    """The held-out accuracy of the best setting."""
-    score = trials.best(cell, kind, m, phase=phase)
-    assert score is not None, (cell, kind, m, phase)
-    return score.first
-
-
-def error_of_a_difference(cell: str) -> float:
-    """The standard error of the difference of two runs, from the number of held-out images alone."""
-    return 2**0.5 * standard_error(trials.at(cell, Form(kind="batch")), HELD_OUT)
-
-
-def ghost_below(cell: str, m: int = 2) -> float:
-    """How far batch norm on groups is below BKN, both with a closing phase, each at its best setting."""
-    return chosen(cell, "kalman", m) - chosen(cell, "ghost", m)
 
 
 def plain_filters(sentence: str) -> str:
@@ -112,7 +95,7 @@ def in_short() -> str:
                 f"On CIFAR-10 at m = 2, BKN is {min(d.points for d in lab_cifar):.1f} to "
                 f"{max(d.points for d in lab_cifar):.1f} points more accurate than batch norm with the same groups, "
                 "in each of the three inferences after 8 epochs (CIFAR Inception, 3 seeds, test images, no closing "
-                f"phase). After 30 epochs it has {evidence.after_long_runs('BKN (128, 2)', 'batch norm (128, 2)')} in "
+                f"phase). After 30 epochs it has {table3.after_long_runs('BKN (128, 2)', 'batch norm (128, 2)')} in "
                 "`population` inference.",
                 *(each.above for each in lab_cifar),
                 len(cifar("BKN weights", 2, "population")) == 3,
@@ -126,7 +109,7 @@ def in_short() -> str:
                 all(abs(above(digits, m, "population").points) < 1 for m in (2, 4, 8, 32, 64)),
             ),
             "If the gradient batch is as small as the group, much depends on the learning rate. On a part of CIFAR-10 "
-            f"in batches of 2, {_of_rates(2)}. In batches of 1, {_of_rates(1)} (one seed, test images).",
+            f"in batches of 2, {of_rates(2)}. In batches of 1, {of_rates(1)} (one seed, test images).",
             "All runs are short, and the data sets are small. No net was trained on ImageNet.",
         ]
     )
@@ -147,309 +130,6 @@ def _of_two_nets() -> list[str]:
         f"{', and '.join(told)} (one seed, test images, `population` inference). Batch norm has no closing phase in "
         "this comparison. With one it is better at m = 1, and it diverges in some runs ([table](#accuracy-against-m))."
     ]
-
-
-def _of_rates(batch: int) -> str:
-    """Moving Average Batch Norm and BKN in true batches, at both learning rates."""
-    forms = {"Moving Average Batch Norm": SmallForm("mabn"), "BKN by the recipe": SmallForm("bkn-ws", 0.02)}
-    told = []
-    for name, form in forms.items():
-        low, high = (mean(lab.small_on_cifar(form._replace(rate=rate), batch)) for rate in (1.0, lab.HIGHER))
-        told.append(said(f"{name} has {low:.1f} % at one rate and {high:.1f} % at {lab.HIGHER:g} times it", high > low))
-    return ", and ".join(told)
-
-
-def _of_recipe(cell: str, m: int) -> list[str]:
-    """The row of the recipe on a data set."""
-    found = {kind: filters.differences(cell, kind).get(m) for kind in ("plain", "standardized")}
-    told = [f"{each.shown(2)} with {kind} filters" for kind, each in found.items() if each is not None]
-    ours = f"the recipe against batch norm at 128: {', '.join(told)}, {max(filters.seeds(cell))} seeds"
-    return [str(m), f"{trials.NAMES[cell]}, test", ours + _beside_the_recipe(cell, m), _advice(cell, m)]
-
-
-def _held(cell: str, m: int) -> dict[str, float]:
-    """BKN and groups on held-out images with standardized filters, each at its best phase. Empty: not run."""
-    found = {name: filters.held(cell, kind, m) for name, kind in (("BKN", "kalman"), ("groups", "ghost"))}
-    known = {name: each for name, each in found.items() if each is not None}
-    return known if len(known) == len(found) else {}
-
-
-def _beside_the_recipe(cell: str, m: int) -> str:
-    """Other norms: on test images where they were run, and groups else on held-out images."""
-    found = filters.others(cell, m)
-    text = "".join(f"; {name} {each.shown(2)} points against BKN" for name, each in found.items())
-    if filters.GROUPED in found:
-        return text
-    held = ", ".join(f"{name} {each:.1f}" for name, each in _held(cell, m).items())
-    return (
-        f"{text}; groups only held out, with these filters, seed 0, each at its best phase: {held} %" if held else text
-    )
-
-
-def _near(held: dict[str, float]) -> bool:
-    return abs(held["BKN"] - held["groups"]) < 2**0.5 * standard_error(held["BKN"], HELD_OUT)
-
-
-def _advice(cell: str, m: int) -> str:
-    """What is the best on test images. BKN is not, if groups cannot be told from it: they are simpler."""
-    recipe, found, held = "[the recipe](recipe.md)", filters.others(cell, m), _held(cell, m)
-    better = {name: each.points for name, each in found.items() if each.above}
-    if better:
-        name = max(better, key=better.__getitem__)
-        return f"{name}, with the filters and the phase of {recipe}" if name == filters.GROUPED else name
-    grouped = found.get(filters.GROUPED)
-    if m == 2 and (not grouped.below if grouped else held and _near(held)):
-        return f"{recipe}, with either norm; batch norm on groups is simpler"
-    said(f"BKN by {recipe}", bool(grouped) or not held or held["BKN"] > held["groups"])
-    open_ = [name for name, each in found.items() if name != filters.GROUPED and each.open]
-    advice = " or ".join([f"BKN by {recipe}", *open_])
-    if not grouped and held and _near(held):
-        advice += ". Batch norm on groups with its filters may be as good: it was not run on test images"
-    return advice
-
-
-def _in_one_line() -> str:
-    """The table of advice, in short."""
-    nets = [evidence.tested(cell) for cell in ("cifar10", "cifar10-resnet32")]
-    lost = [signed(found["groups", 4] - found["groups", 128]) for found in nets]
-    tiny = signed(chosen("tiny100", "ghost", 4, phase=False) - trials.at("tiny100", Form(kind="batch")))
-
-    def ahead(m: int) -> str:
-        return " and ".join(signed(found["BKN", m] - found["groups", m]) for found in nets)
-
-    return bullets(
-        [
-            said(
-                "**m = 8 or more:** batch norm on the groups, by [the recipe](recipe.md) if you train from scratch. At "
-                f"m = 8 BKN has {ahead(8)} points against plain batch norm on the groups (two nets on CIFAR-10, one "
-                "seed).",
-                min(found["BKN", 8] - found["groups", 8] for found in nets) < 0,
-            ),
-            said(
-                "**m = 4:** batch norm on groups by the recipe (three data sets, 3 seeds). With plain filters BKN has "
-                f"{ahead(4)} points against batch norm on the groups (two nets on CIFAR-10, one seed). Plain batch "
-                f"norm on groups of 4 has {lost[0]} and {lost[1]} points against batch norm at 128 there, and {tiny} "
-                "on Tiny-ImageNet (held out, one seed). On digits it loses nothing.",
-                all(found["BKN", 4] > found["groups", 4] for found in nets),
-                mean(digits("BN", 4, "population")) >= mean(digits("BN", 64, "population")),
-            ),
-            *(f"**m = {m}:** {told}." for m in (2, 1) if (told := _by_data_set(m))),
-            "**Fine-tuning at m = 2 and 1:** a [closing phase](statistics.md#the-closing-phase) with `present=0.5`. On "
-            "other classes BKN was better, on the same data either norm.",
-            "**Optimizer steps of 1, 2 or 4 images:** Moving Average Batch Norm. In batches of 4, BKN by the recipe "
-            "could not be told from it. Choose the learning rate for each. (BKN had a gain from 0.5 there, also at "
-            "m = 1.)",
-            f"**Any m, if the net need not be folded:** also try group norm with standardized weights ({_of_gn_ws()}).",
-        ]
-    )
-
-
-def _of_gn_ws() -> str:
-    """Group norm with standardized weights beside batch norm at 128."""
-    nets = {"CIFAR Inception": evidence.tested("cifar10"), "ResNet-32": evidence.tested("cifar10-resnet32")}
-    told = [f"{signed(found['standardized', 1] - found['groups', 128])} with {net}" for net, found in nets.items()]
-    long = evidence.after_long_runs("group norm with standardized weights")
-    return f"against batch norm at 128 on CIFAR-10 {' and '.join(told)} after 15 epochs, one seed, and {long} after 30"
-
-
-def _by_data_set(m: int) -> str:
-    """The advice of the recipe's nets, each with its data sets."""
-    found: dict[str, list[str]] = {}
-    for cell in trials.cells(test=True):
-        if m in filters.differences(cell):
-            found.setdefault(_advice(cell, m), []).append(trials.SHORT[cell])
-    return ". ".join(f"{' and '.join(cells)}: {advice}" for advice, cells in found.items())
-
-
-PHASE_OF_GROUPS = Form(kind="ghost", m=2, closing=True, means="average", close=(0.05, 0.35))
-
-
-def _of_phases() -> list[str]:
-    """That the advice for CIFAR-100 at m = 2 holds for one phase."""
-    bkn, groups = (filters.held("cifar100", kind, 2) for kind in ("kalman", "ghost"))
-    if bkn is None or groups is None or "cifar100" not in trials.cells(test=True):
-        return []
-    return [
-        "On CIFAR-100 at m = 2 the advice is for the phase of the recipe. With the best phase for each on held-out "
-        f"images, BKN has {bkn:.1f} and batch norm on groups {groups:.1f} % (one seed, from 0 to 2 % of the training)."
-    ]
-
-
-def when() -> str:
-    """Advice by m and net, with the figures that it rests on."""
-    tiny, inception = "ResNet-18, Tiny-ImageNet, held out", "CIFAR Inception, CIFAR-10, held out"
-    bkn, bn = "BKN weights", "BN"
-    large = above(digits, 64, "population")
-    eight = [above(digits, m, "population") for m in (32, 8)]
-    four = above(digits, 4, "population")
-    plain = trials.at("tiny100", Form(kind="kalman")) - trials.at("tiny100", Form(kind="batch"))
-    at_one = {cell: (chosen(cell, "kalman", 1), chosen(cell, "ghost", 1)) for cell in ("tiny100", "cifar10")}
-    tuned = {
-        (net, m): difference(
-            lab.tuned(net, "BKN, calibrated, closing phase, present 0.5", m),
-            lab.tuned(net, "batch norm, closing phase, present 0.5", m),
-        )
-        for net in ("digits-net", "small-resnet-20")
-        for m in (2, 1)
-    }
-    at_32 = lab.transferred("batch norm", 32)
-    other = lab.present_on_other_data(at_32)
-    ahead = [difference(*(lab.transferred(form, m) for form in lab.PRESENT)) for m in (2, 1)]
-    bkn_2, bkn_1 = small(SmallForm("bkn"), 2), small(SmallForm("bkn", 0.3, 0.1), 1)
-    moving_2, moving_1 = (small(SmallForm("mabn"), batch) for batch in (2, 1))
-    rows = [
-        [
-            "128",
-            tiny,
-            said(f"BKN {signed(plain)} points against batch norm, one seed", plain < 0),
-            "batch norm",
-        ],
-        [
-            "64",
-            "digits-net, digits, test",
-            said(
-                f"BKN {large.shown()} points against batch norm, {len(digits(bkn, 64, 'population'))} seeds",
-                large.points < 0,
-            ),
-            "batch norm",
-        ],
-        [
-            "8, 32",
-            "digits-net, digits, test",
-            said(
-                f"BKN {signed(eight[1].points)} and {signed(eight[0].points)} points, "
-                f"{len(digits(bn, 8, 'population'))} seeds",
-                all(each.points <= 0 for each in eight),
-            ),
-            "batch norm on the groups",
-        ],
-        [
-            "4",
-            tiny,
-            said(
-                f"plain filters, one seed: batch norm on groups {chosen('tiny100', 'ghost', 4, phase=False):.1f}, with "
-                f"a closing phase {chosen('tiny100', 'ghost', 4):.1f} %; batch norm at 128 "
-                f"{chosen('tiny100', 'batch', 128, phase=False):.1f} %. BKN was not run",
-                trials.best("tiny100", "kalman", 4, phase=True) is None,
-                chosen("tiny100", "ghost", 4) > chosen("tiny100", "ghost", 4, phase=False),
-            ),
-            "batch norm on groups, with a closing phase",
-        ],
-        [
-            "4",
-            "digits-net, digits, test",
-            said(f"BKN {four.shown()} points against plain groups", four.points < 0),
-            "batch norm on the groups",
-        ],
-        *evidence.beside_groups(),
-        *filters.larger_groups(),
-        *(_of_recipe(cell, 2) for cell in trials.cells(test=True) if 2 in filters.differences(cell)),
-        [
-            "2",
-            f"{inception}; {tiny}",
-            said(
-                f"plain filters, closing phase: BKN {chosen('cifar10', 'kalman', 2):.1f} and "
-                f"{chosen('tiny100', 'kalman', 2):.1f}, groups {chosen('cifar10', 'ghost', 2):.1f} and "
-                f"{chosen('tiny100', 'ghost', 2):.1f} %, one seed, each at its best of several settings. The second "
-                f"difference is within its standard error of {error_of_a_difference('tiny100'):.1f} points",
-                ghost_below("cifar10") > 2 * error_of_a_difference("cifar10"),
-                abs(ghost_below("tiny100")) < error_of_a_difference("tiny100"),
-            ),
-            "if filters must stay plain: BKN with a closing phase, or batch norm on groups, which is simpler",
-        ],
-        *(_of_recipe(cell, 1) for cell in trials.cells(test=True) if 1 in filters.differences(cell)),
-        [
-            "1",
-            f"{inception}; {tiny}",
-            said(
-                f"plain filters, closing phase: BKN {at_one['cifar10'][0]:.1f} and {at_one['tiny100'][0]:.1f}, groups "
-                f"{at_one['cifar10'][1]:.1f} and {at_one['tiny100'][1]:.1f} %, one seed. Groups of 1 had one setting "
-                "only",
-                all(ours > theirs + 2 for ours, theirs in at_one.values()),
-            ),
-            "if filters must stay plain: BKN with a closing phase",
-        ],
-        [
-            "2, 1",
-            "fine-tuning of digits-net and small-resnet-20, test",
-            said(
-                f"closing phase, `present=0.5`: BKN {signed(min(d.points for d in tuned.values()))} to "
-                f"{signed(max(d.points for d in tuned.values()))} points against groups, every interval contains 0",
-                all(abs(each.points) <= (each.half or 0) for each in tuned.values()),
-            ),
-            "batch norm on groups, with a closing phase and `present=0.5`",
-        ],
-        [
-            "2, 1",
-            "fine-tuning of a ResNet-20 on other classes of CIFAR-10, test",
-            said(
-                f"closing phase, `present=0.5`, against batch norm at 32: BKN {other['BKN', 2].shown()} and "
-                f"{other['BKN', 1].shown()} points; against groups {ahead[0].shown()} and {ahead[1].shown()} points, "
-                f"{len(at_32)} seeds",
-                all(each.above for each in ahead),
-                not any(other["BKN", m].below for m in (2, 1)),
-            ),
-            "calibrated BKN, with a closing phase and `present=0.5`",
-        ],
-        [
-            "2",
-            "digits-net, true batches of 2, test",
-            said(
-                f"BKN {mean(bkn_2):.1f}, Moving Average Batch Norm {mean(moving_2):.1f} %, {len(bkn_2)} seeds",
-                abs(mean(bkn_2) - mean(moving_2)) < 1,
-            ),
-            "BKN or Moving Average Batch Norm",
-        ],
-        [
-            "1",
-            "digits-net, true batches of 1, test",
-            said(
-                f"Moving Average Batch Norm {mean(moving_1):.1f}, BKN with a gain from 0.1 and a closing phase "
-                f"{mean(bkn_1):.1f} %, {len(bkn_1)} seeds",
-                not difference(bkn_1, moving_1).below,
-            ),
-            "Moving Average Batch Norm, or BKN with `gain=0.1` and a closing phase",
-        ],
-        *(
-            [
-                str(batch),
-                f"ResNet-20 on a part of CIFAR-10, true batches of {batch}, test",
-                f"{_of_rates(batch)}, one seed",
-                "BKN by [the recipe](recipe.md) or Moving Average Batch Norm, after a choice of the learning rate",
-            ]
-            for batch in (2, 1)
-        ),
-        *results_small.ahead(),
-    ]
-    scratch = next(number for number, row in enumerate(rows) if "fine-tuning" in row[1])
-    rows[:scratch] = sorted(rows[:scratch], key=lambda row: -int(row[0].split(", ")[-1]))
-    text = _in_one_line() + "\n"
-    text += "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
-    warmed = cifar("GN warmed up", 128, "population")
-    against_two, against_bkn = (difference(warmed, cifar(method, 2, "population")) for method in (bn, bkn))
-    long = [evidence.after_long_runs("group norm", name) for name in ("batch norm (128, 2)", "BKN (128, 2)")]
-    return text + bullets(
-        [
-            said(
-                "Group norm needs no groups of examples. After 8 epochs of CIFAR-10 we cannot tell it from plain batch "
-                f"norm at m = 2 ({against_two.shown()} points, 3 seeds), and it is {against_bkn.size()} points below "
-                f"BKN at m = 2. After 30 epochs it has {long[0]} against plain batch norm at m = 2, and {long[1]} "
-                "against BKN. It had one learning rate.",
-                against_two.open and against_bkn.below,
-            ),
-            *_of_phases(),
-            "The closing phases with plain filters differ: BKN from 30 to 60 % of the training, groups from 5 to 35 %, "
-            "as trials on Tiny-ImageNet chose. Groups diverged with theirs in "
-            f"{evidence.diverged('ghost')[0]} of {evidence.diverged('ghost')[1]} runs of `sizes` and `table3`, BKN in "
-            f"{evidence.diverged('kalman')[0]} of {evidence.diverged('kalman')[1]}. Some of it is chance: an earlier "
-            f"run of CIFAR Inception at m = 2 had {trials.at('cifar10', PHASE_OF_GROUPS):.1f} % on held-out images.",
-            said(
-                "Batch norm at 128 was not run with standardized filters and a closing phase. So what the recipe gains "
-                "over it includes the effect of the phase.",
-                not evidence.phase_at_128_ran(),
-            ),
-        ]
-    )
 
 
 def paper() -> str:
@@ -475,12 +155,12 @@ def paper() -> str:
     assert moderate_bn is not None and moderate_bkn is not None
     small_sizes = [difference(digits("BKN learned", m, "population"), digits("BN", m, "population")) for m in (8, 4, 2)]
     long = {
-        "over": evidence.after_long_runs("BKN learned (128, 2)", "batch norm (128, 2)"),
-        "learned": evidence.after_long_runs("BKN learned (128, 2)"),
-        "ours": evidence.after_long_runs("BKN (128, 2)"),
-        "closed": evidence.after_long_runs("BKN (128, 2), closing phase"),
+        "over": table3.after_long_runs("BKN learned (128, 2)", "batch norm (128, 2)"),
+        "learned": table3.after_long_runs("BKN learned (128, 2)"),
+        "ours": table3.after_long_runs("BKN (128, 2)"),
+        "closed": table3.after_long_runs("BKN (128, 2), closing phase"),
     }
-    closed_gap = evidence.gap_after_long_runs("BKN (128, 2), closing phase")
+    closed_gap = table3.gap_after_long_runs("BKN (128, 2), closing phase")
     nets = {"CIFAR Inception": "cifar10", "ResNet-32": "cifar10-resnet32"}
     at_32 = " and ".join(f"{signed(evidence.at_32(cell))} points with {net}" for net, cell in nets.items())
     return bullets(
@@ -573,7 +253,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "against m": evidence.against_m,
     "digits": lab.digits_table,
     "CIFAR-10": lab.cifar_table,
-    "table 3": evidence.table3,
+    "table 3": table3.table3,
     "settings": evidence.settings,
     "ablations": evidence.ablations,
     "ablations on digits": evidence.ablations_on_digits,
@@ -596,8 +276,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCUMENT: BLOCKS,
-    README: {"trials": readme, "30 epochs": evidence.summary},
-    DECIDING: {"30 epochs": evidence.summary},
+    README: {"trials": readme, "30 epochs": table3.summary},
+    DECIDING: {"30 epochs": table3.summary},
     RECIPE: {"measured": filters.recipe_table},
 }
 

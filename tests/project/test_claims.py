@@ -13,6 +13,7 @@ import fine_tuning
 import measured
 import pytest
 import results_evidence
+import results_table3
 from measured import ROOT
 from results_words import difference, signed
 from scipy import stats
@@ -126,12 +127,12 @@ def test_how_near_group_norm_with_standardized_weights_is():
 def test_the_reasons_of_the_defaults():
     page = text("docs/conversion.md")
     weights, learned = (dict(enumerate(scores(name, 2, "population"))) for name in ("BKN weights", "BKN learned"))
-    long = results_evidence.after_long_runs("BKN (128, 2)", "BKN learned (128, 2)").replace(" points", "")
+    long = results_table3.after_long_runs("BKN (128, 2)", "BKN learned (128, 2)").replace(" points", "")
     told = (
         f"has {difference(weights, learned).shown()} points against `learned` at m = 2 after 8 epochs (3 seeds), and "
     )
     assert told + long.replace(" (", " after 30 (") in page
-    example = difference(*(results_evidence._of_long_runs("BKN (128, 2)", mode) for mode in ("example", "population")))
+    example = difference(*(results_table3.of_row("BKN (128, 2)", mode) for mode in ("example", "population")))
     assert f"on CIFAR-10 at m = 2 by {example.size()} points after 30 epochs (3 seeds" in page and example.above
     nets = [results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")]
     ahead = {m: [found["BKN", m] - found["BKN learned", m] for found in nets] for m in (128, 32, 8, 2, 1)}

@@ -11,6 +11,7 @@ import re
 import statistics
 
 import pytest
+import results_advice
 import results_evidence
 import results_filters
 import results_lab
@@ -467,7 +468,7 @@ def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
         assert f"Batch norm at 128 with standardized filters {not_run}. On held-out images it gained" in text
         assert f"Batch norm on groups of 2 with the same filters and the same phase {not_run}." in text
         assert "difference to batch norm at 128 with standardized filters" not in text
-    assert "with either norm; batch norm on groups is simpler" in results_page.when()
+    assert "with either norm; batch norm on groups is simpler" in results_advice.when()
     with_confirmed(runs_of("tiny100"), likely(batch=3.0, ghost=-1.0, moving=0.5))
     for text in told_of_filters():
         assert not_run not in text
@@ -476,7 +477,7 @@ def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
         assert re.search(r"same filters and the same phase is 2[\d.]+ ± [\d.]+ points below BKN at m = 2", text)
     text = " ".join(results_filters.confirm_table().split())
     assert "Moving Average Batch Norm at m = 1 cannot be told from BKN at m = 1" in text
-    assert "with either norm" not in results_page.when()
+    assert "with either norm" not in results_advice.when()
 
 
 @pytest.mark.parametrize(
@@ -491,7 +492,7 @@ def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
 )
 def test_advice_follows_the_test_images(points, advice, with_confirmed):
     with_confirmed(runs_of("tiny100"), likely(**points))
-    _, lines = table_of(results_page.when(), "| m | net and images")
+    _, lines = table_of(results_advice.when(), "| m | net and images")
     two, one = (line for line in lines if line[1] == "ResNet-18 on 100 classes of Tiny-ImageNet, test")
     assert [two[0], one[0]] == ["2", "1"]
     assert two[-1] == advice[0] and one[-1].startswith(advice[1])
