@@ -3,6 +3,7 @@ queue, and the scoreboard."""
 
 import argparse
 import copy
+import csv
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ from torch import nn
 import kalmannorm
 from support.wide import narrow
 from trials import __main__ as command
-from trials import early, table, training
+from trials import early, table, timing, training
 from trials.cells import CELLS, Cell, Data, split
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.faster import speed_up
@@ -357,6 +358,14 @@ def test_the_queue_begins_no_run_that_would_not_end(capsys):
     assert command.affordable(runs, math.inf) == runs
     unknown = [("smoke", Run("digits", Form(kind="ghost", m=2), seed=seed)) for seed in range(5)]
     assert command.affordable(unknown, 1.0) == unknown
+
+
+def test_the_planned_time_of_a_step_is_the_measured_one():
+    with (table.RECORDS / "steps-h200.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == timing.COLUMNS
+    last = [float(row["ms"]) for row in rows if (row["cell"], row["what"]) == ("cifar10", "side by side")][-1]
+    assert CELLS["cifar10"].step == CELLS["cifar100"].step == pytest.approx(last, rel=0.05)
 
 
 def test_workers_share_the_runs(tmp_path):
