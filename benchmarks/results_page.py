@@ -1,8 +1,10 @@
-"""Writes the tables and the sentences with figures of docs/results.md: `python benchmarks/results_page.py`.
+"""Writes the tables and the sentences with figures of docs/results.md and docs/trials.md:
 
-It also writes what README.md and docs/recipe.md say about the trials. The tables and sentences stand between
-`<!-- NAME -->` and `<!-- end of NAME -->`. Nothing between these lines is written by hand, and no result of
-docs/results.md stands outside of them. A sentence that the records no longer support ends the script with an error that
+    python benchmarks/results_page.py
+
+It also writes what README.md and other pages repeat of them. The tables and sentences stand between `<!-- NAME -->` and
+`<!-- end of NAME -->`. Nothing between these lines is written by hand, and no result of the two pages stands outside of
+them. A sentence that the records no longer support ends the script with an error that
 names it. The records are those of the lab (docs/figures/records), the trials (trials/records) and two benchmarks. A
 section whose runs have no record yet says so.
 """
@@ -34,6 +36,7 @@ DOCUMENT = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 DECIDING = ROOT / "docs" / "should-i-use-it.md"
 RECIPE = ROOT / "docs" / "recipe.md"
+TRIALS = ROOT / "docs" / "trials.md"
 
 
 def plain_filters(sentence: str) -> str:
@@ -50,8 +53,8 @@ FACTOR = (
 NO_PHASE = "Batch norm at 128 had no closing phase. So what BKN gains over it includes the effect of the phase."
 
 
-def readme() -> str:
-    """What the README says about the trials."""
+def of_recipe() -> str:
+    """The recipe on test images, in short."""
     cells = trials.cells(test=True)
     (epochs,) = {CELLS[cell].epochs for cell in cells}
     first = paragraph(
@@ -258,13 +261,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "ablations": evidence.ablations,
     "ablations on digits": evidence.ablations_on_digits,
     "sigma": evidence.sigma,
-    "confirmed": trials.confirm_table,
-    "confirmed filters": filters.confirm_table,
-    "chosen": trials.chosen_table,
-    "rates and decays": trials.rates_table,
-    "ideas": trials.ideas_table,
-    "filters": filters.filters_table,
-    "first steps": early_table,
+    "trials": of_recipe,
     "fine-tuning": lab.tuning_table,
     "other data": lab.transfer_table,
     "small batches": lab.small_tables,
@@ -274,9 +271,21 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
+OF_TRIALS: dict[str, Callable[[], str]] = {
+    "confirmed": trials.confirm_table,
+    "confirmed filters": filters.confirm_table,
+    "chosen": trials.chosen_table,
+    "rates and decays": trials.rates_table,
+    "filters": filters.filters_table,
+    "first steps": early_table,
+    "ideas": trials.ideas_table,
+}
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCUMENT: BLOCKS,
-    README: {"trials": readme, "30 epochs": table3.summary},
+    TRIALS: OF_TRIALS,
+    README: {"trials": of_recipe, "30 epochs": table3.summary},
     DECIDING: {"30 epochs": table3.summary},
     RECIPE: {"measured": filters.recipe_table},
 }
@@ -291,7 +300,7 @@ def written(text: str, page: Path = DOCUMENT) -> str:
 
 def by_hand(text: str) -> str:
     """What stands outside of the blocks."""
-    for name in BLOCKS:
+    for name in BLOCKS | OF_TRIALS:
         text = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", "", text, flags=re.DOTALL)
     return text
 

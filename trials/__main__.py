@@ -23,11 +23,12 @@ import importlib
 import json
 import math
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,22 +149,30 @@ def dry(run: Run) -> dict[str, Any]:
 
 IMAGES = 50_000
 """Training images of every data set of a cell whose steps have a measured time."""
+PREPARING = 30.0
+"""Seconds of a call in which nothing is trained, if the kernels are built."""
 
 
-def affordable(waiting: list[tuple[str, Run]], budget: float) -> list[tuple[str, Run]]:
+def affordable(waiting: list[tuple[str, Run]], budget: float, at_once: int) -> list[tuple[str, Run]]:
     """The first of these runs, as many as are likely to end in time. Another machine could not go on with the others.
 
-    A GPU is full with a few runs side by side, so their times add up.
+    A GPU is full with a few runs side by side, so their times add up. Where the time of a step was not measured, no
+    more runs begin than train at once. One run begins in any case: on the same machine a later call goes on with it.
     """
     total = 0.0
     for count, (_, run) in enumerate(waiting):
-        cell = CELLS[run.cell]
-        epochs = cell.epochs if run.epochs is None else run.epochs
-        total += 1e-3 * cell.step * epochs * IMAGES * (1.0 if run.test else 0.9) / BATCH
-        if total > budget:
+        total += _expected(run) or (budget - PREPARING) / at_once
+        if count and total > budget - PREPARING:
             print(f"no time for {len(waiting) - count} runs", flush=True)
             return waiting[:count]
     return waiting
+
+
+def _expected(run: Run) -> float:
+    """Seconds of an H200. 0: not known."""
+    cell = CELLS[run.cell]
+    epochs = cell.epochs if run.epochs is None else run.epochs
+    return 1e-3 * cell.step * epochs * IMAGES * (1.0 if run.test else 0.9) / BATCH
 
 
 def side_by_side(waiting: list[tuple[str, Run]], together: int) -> list[list[tuple[str, Run]]]:
@@ -182,12 +191,14 @@ def side_by_side(waiting: list[tuple[str, Run]], together: int) -> list[list[tup
 def _worker(arguments: argparse.Namespace, end: float, batches: list[list[tuple[str, Run]]], taken: Any) -> None:
     """Train batches that no other worker has taken, until none is left or time is over."""
 
+    parent = os.getppid()
+
     def free() -> Iterator[list[tuple[str, Run]]]:
         while True:
             with taken.get_lock():
                 number = taken.value
                 taken.value += 1
-            if number >= len(batches):
+            if number >= len(batches) or os.getppid() != parent:  # no parent: another call may train the same runs
                 return
             yield batches[number]
 
@@ -209,7 +220,10 @@ class Queue:
         packs = {run: absent(CELLS[run.cell], self.arguments.packs, test=run.test or run.both) for _, run in waiting}
         for name in sorted({pack for found in packs.values() for pack in found}):
             print(f"no pack {name}: {sum(name in found for found in packs.values())} runs are skipped", flush=True)
-        waiting = affordable([(name, run) for name, run in waiting if not packs[run]], self.arguments.budget)
+        waiting = [(name, run) for name, run in waiting if not packs[run]]
+        if not math.isinf(self.arguments.budget):
+            at_once = self.arguments.together * self.arguments.workers
+            waiting = affordable(waiting, self.arguments.budget, at_once)
         batches = side_by_side(waiting, self.arguments.together)
         workers = min(self.arguments.workers, len(batches))
         if workers <= 1:
@@ -218,7 +232,7 @@ class Queue:
         context = multiprocessing.get_context("spawn")
         given = self.arguments, self._end, batches, context.Value("q")
         worker = importlib.import_module("trials.__main__")._worker  # by its name in here, spawn would not find it
-        processes = [context.Process(target=worker, args=given) for _ in range(workers)]
+        processes = [context.Process(target=worker, args=given, daemon=True) for _ in range(workers)]
         for process in processes:
             process.start()
         for process in processes:
@@ -250,22 +264,31 @@ class Queue:
         trainings = []
         for name, run in batch:
             try:
-                trainings.append((name, self._training(run, cell, data)))
+                trainings.append((name, self._training(name, run, cell, data)))
             except (RuntimeError, ValueError, TypeError) as error:  # the others can still run
                 self._write(name, {"key": run.key, "failed": f"{type(error).__name__}: {error}"[:500]}, batch)
         ready = time.perf_counter() - begun
+        started, over = time.perf_counter(), False
         try:
-            seconds = train([training for _, training in trainings], self._remaining(), self._save)
+            train([training for _, training in trainings], self._remaining(), self._keeper(trainings))
+        except TimeoutError:
+            over = True
         except RuntimeError as error:  # after an error of CUDA nothing else can run in this process
             for name, training in trainings:
                 words = f"beside {len(trainings) - 1} others: {type(error).__name__}: {error}"[:500]
                 self._write(name, {"key": training.run.key, "failed": words}, batch)
-                self._place(training.run).unlink(missing_ok=True)
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self._place(name, training.run).unlink(missing_ok=True)
             raise
+        seconds = time.perf_counter() - started
         for name, training in trainings:
+            if over and training.done < training.steps and not training.diverged:
+                continue
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
-            self._place(training.run).unlink(missing_ok=True)
+            self._place(name, training.run).unlink(missing_ok=True)
+        if over:
+            raise TimeoutError
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
 
     def _data(self, cell: Cell, run: Run) -> Data:
@@ -275,17 +298,21 @@ class Queue:
             self.loaded[key] = load(cell, self.arguments.packs, self.device, test=run.test, both=run.both)
         return self.loaded[key]
 
-    def _training(self, run: Run, cell: Cell, data: Data) -> Training:
-        place = self._place(run)
+    def _training(self, name: str, run: Run, cell: Cell, data: Data) -> Training:
+        place = self._place(name, run)
         saved = torch.load(place, map_location="cpu", weights_only=True) if place.is_file() else None
         return Training(run, cell, data, graph=self.device.type == "cuda", saved=saved)
 
-    def _place(self, run: Run) -> Path:
+    def _place(self, name: str, run: Run) -> Path:
         folder: Path = self.arguments.unfinished
-        return folder / f"{hashlib.sha256(run.key.encode()).hexdigest()[:16]}.pt"
+        return folder / f"{hashlib.sha256(f'{name}: {run.key}'.encode()).hexdigest()[:16]}.pt"
 
-    def _save(self, training: Training) -> None:
-        place = self._place(training.run)
+    def _keeper(self, trainings: list[tuple[str, Training]]) -> Callable[[Training], None]:
+        names = {id(training): name for name, training in trainings}
+        return lambda training: self._save(names[id(training)], training)
+
+    def _save(self, name: str, training: Training) -> None:
+        place = self._place(name, training.run)
         place.parent.mkdir(parents=True, exist_ok=True)
         torch.save(training.saved(), place.with_suffix(".new"))
         place.with_suffix(".new").replace(place)

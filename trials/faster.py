@@ -20,6 +20,8 @@ from kalmannorm.lab.models.parts import Unit
 
 TRITON = importlib.util.find_spec("triton") is not None
 WITH_TRITON = nn.MaxPool2d, Block, CifarInception
+LARGEST = 11
+"""The largest window whose places have numbers of 8 bits."""
 
 
 def speed_up(model: nn.Module) -> None:
@@ -47,16 +49,19 @@ class _Faster:
         return _block(module, x) if isinstance(module, Block) else _max_pool(module, x)
 
 
-def _max_pool(module: nn.Module, x: Tensor) -> Tensor:
+def _max_pool(module: Any, x: Tensor) -> Tensor:
     from trials.triton_parts import MaxPool
 
-    size, stride, padding, dilation = (
-        each if isinstance(each, int) or each is None else each[0] if each[0] == each[1] else 0
-        for each in (module.kernel_size, module.stride, module.padding, module.dilation)  # type: ignore[attr-defined]
-    )
-    if dilation != 1 or module.ceil_mode or module.return_indices or 0 in (size, stride):
+    sides = [(each, each) if isinstance(each, int) else tuple(each) for each in _window(module)]
+    square = all(first == second for first, second in sides)
+    size, stride, padding, dilation = (first for first, _ in sides)
+    if not square or dilation != 1 or size > LARGEST or module.ceil_mode or module.return_indices:
         return nn.MaxPool2d.forward(module, x)  # type: ignore[arg-type, no-any-return]
     return MaxPool.apply(x, size, stride, padding)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _window(module: Any) -> tuple[Any, ...]:
+    return module.kernel_size, module.stride, module.padding, module.dilation
 
 
 def _block(block: Block, x: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class Training:
         grads = iter(torch.autograd.grad(loss, [*probes, *parameters], allow_unused=True, materialize_grads=True))
         for probe in probes:
             probe.grad.add_(next(grads))  # type: ignore[union-attr]
-        if self.time is not None:  # before the optimizer, which overwrites the gradients
+        if self.time is not None:
             self.time.move(falling)
         with torch.no_grad():
             for (params, decay), velocity in zip(self.groups, self.velocity, strict=True):

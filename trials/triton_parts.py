@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 MOST_READERS = 4
 STRIP = 3, 1, 1
@@ -182,7 +183,10 @@ def _last(x: Tensor) -> Tensor:
 
 
 class MaxPool(torch.autograd.Function):
-    """`F.max_pool2d` of square windows. Values of -inf are not expected: they may choose a place outside the image."""
+    """`F.max_pool2d` of square windows of at most 11 × 11.
+
+    Values of -inf are not expected: they may choose a place outside the image.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
@@ -201,6 +205,7 @@ class MaxPool(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (taps,), (N, C, H, W), (OH, OW) = ctx.saved_tensors, ctx.shape, grad.shape[2:]
         grad = _last(grad)
@@ -231,12 +236,13 @@ class JoinedReLUs(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         (out,) = ctx.saved_tensors
         N, width, H, W = out.shape
-        if grad.stride(1) != 1 or grad.stride(2) != W * grad.stride(3):
+        if grad.stride(1) != 1 or (W > 1 and grad.stride(2) != W * grad.stride(3)):
             grad = _last(grad)
-        strides = H * W, grad.stride(0), grad.stride(3)
+        strides = H * W, grad.stride(0), grad.stride(3 if W > 1 else 2)
         found = []
         for own_grad, own in zip(grad.split(ctx.widths, 1), out.split(ctx.widths, 1), strict=True):
             dx = torch.empty(own.shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
@@ -254,6 +260,7 @@ class Shared(torch.autograd.Function):
         return tuple(x.view_as(x) for _ in range(readers))
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grads = tuple(_last(grad) for grad in grads)
         total = torch.empty_like(grads[0])
@@ -271,6 +278,7 @@ class Mean(torch.autograd.Function):
         return x.mean((2, 3))
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         positions = ctx.shape[2] * ctx.shape[3]
         return (grad / positions)[:, :, None, None].expand(ctx.shape)

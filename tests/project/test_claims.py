@@ -330,7 +330,7 @@ def below(base: list[float], other: list[float]) -> tuple[float, float]:
 
 
 def test_what_readme_and_results_say_of_the_trials():
-    readme, page = text("README.md"), text("docs/results.md")
+    readme, page = text("README.md"), text("docs/trials.md")
     batch = trials("batch", 128, phase=False, rounds=("first",))
     kalman = trials("kalman", 2, phase=False, rounds=("first",))
     assert batch == {"59.8"} and kalman == {"55.2"}
@@ -374,7 +374,7 @@ def test_the_figures_of_the_recipe(cell):
         row = re.search(rf"\| \*\*BKN by the recipe, m = {m}\*\*{cell_of * 3} \|", text("README.md"))
         assert row is not None and row[1 + column] == f"{mean} ({told})"
         line = f"| 5 | {' '.join(f'{each:.1f}' for each in own)} | {statistics.fmean(own):.2f} | {told} |"
-        assert line in text("docs/results.md")
+        assert line in text("docs/trials.md")
         assert f"m = {m} | 5 | {mean} ± " in text("docs/recipe.md") and told in text("docs/recipe.md")
         for filters, base in batch_norm(cell).items():
             told = f"{shown(*below(own, base))} ({CELLS[cell]})"

@@ -39,20 +39,20 @@ def test_the_page_says_what_the_records_say(page):
 
 def test_no_result_is_by_hand():
     """Accuracies have a decimal. Differences are in points, shares in %."""
-    text = results_page.by_hand(PAGE)
-    assert "## Fine-tuning" in text and "<!--" not in text
+    text = results_page.by_hand(PAGE + results_page.TRIALS.read_text(encoding="utf-8"))
+    assert "## Fine-tuning" in text and "# How the recipe" in text and "<!--" not in text
     text = re.sub(r"\]\([^)]*\)", "]", text)  # addresses of links
     told = set(re.findall(r"\d+\.\d+|\d+ (?:points|%)|5e-4", text))
     assert told == {"95 %", "0.1", "5e-4"}, "an interval, and the usual learning rate and weight decay"
 
 
-TABLES = results_page.BLOCKS | results_page.PAGES[results_page.RECIPE]
+TABLES = results_page.BLOCKS | results_page.OF_TRIALS | results_page.PAGES[results_page.RECIPE]
 
 
 @pytest.mark.parametrize("block", TABLES)
 def test_every_table_names_its_seeds_and_its_origin(block):
     text = TABLES[block]()
-    if block in ("in short", "the paper", "not run", "when to use what") or "No run has a record yet" in text:
+    if block in ("in short", "the paper", "not run", "when to use what", "trials") or "No run has a record yet" in text:
         return
     assert (
         re.search(r"torch \d", text)
@@ -534,21 +534,21 @@ def test_runs_that_diverged_are_shown(with_confirmed):
 
 def test_the_readme_has_every_run_in_its_table(with_confirmed):
     """What was not run, or diverged, is said so. Groups of 4 and 8 appear when they were run."""
-    headings, lines = table_of(results_page.readme(), "|  | ResNet-18")
+    headings, lines = table_of(results_page.of_recipe(), "|  | ResNet-18")
     assert (
         headings[1:] == ["ResNet-18 on 100 classes of Tiny-ImageNet"]
-        and "scored on one data set" in results_page.readme()
+        and "scored on one data set" in results_page.of_recipe()
     )
     cells = {line[0]: line[1] for line in lines}
     assert [name for name, cell in cells.items() if cell == "not run"] == list(cells)[1:2] + list(cells)[4:]
     assert not any("groups of 4" in name for name in cells)
     runs = [run for run in runs_of("tiny100") if run.form != STANDARDIZED or run.seed < 4]
     with_confirmed(runs, likely(batch=3.0))
-    cells = {line[0]: line[1] for line in table_of(results_page.readme(), "|  | ResNet-18")[1]}
+    cells = {line[0]: line[1] for line in table_of(results_page.of_recipe(), "|  | ResNet-18")[1]}
     assert re.fullmatch(r"64\.\d \(\+[23]\.\d\d ± \d\.\d\d; 4 seeds\)", cells["the same with standardized filters"])
     assert "not run" not in cells.values() and any("groups of 8" in name for name in cells)
     with_confirmed(runs, likely(), loss=None)
-    assert table_of(results_page.readme(), "|  | ResNet-18")[1][-1][1] == "diverged"
+    assert table_of(results_page.of_recipe(), "|  | ResNet-18")[1][-1][1] == "diverged"
 
 
 def test_a_cell_without_held_out_images_says_nothing_of_them(with_confirmed):

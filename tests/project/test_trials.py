@@ -337,6 +337,7 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
     runs = [("smoke", Run("cifar10", form, both=True, batch=12)) for form in forms]
     runs.append(("smoke", Run("cifar10", Form(kind="kalman", m=2, gain=7.0), both=True, batch=12)))
     monkeypatch.setattr(training, "LOOKED_EVERY", 5)
+    monkeypatch.setattr(command, "affordable", lambda waiting, *_: waiting)
     clock = iter(range(10**6))
     monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
     assert queue(tmp_path, monkeypatch, runs, budget=4.0) == []
@@ -353,11 +354,23 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
 def test_the_queue_begins_no_run_that_would_not_end(capsys):
     runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), seed=seed, test=True, epochs=30)) for seed in range(5)]
     seconds = 1e-3 * CELLS["cifar10"].step * 30 * 50_000 / 128
-    assert command.affordable(runs, 3.5 * seconds) == runs[:3]
+    assert command.affordable(runs, command.PREPARING + 3.5 * seconds, 8) == runs[:3]
     assert "no time for 2 runs" in capsys.readouterr().out
-    assert command.affordable(runs, math.inf) == runs
+    assert command.affordable(runs, 1.0, 8) == runs[:1], "it is saved, and the next call goes on"
     unknown = [("smoke", Run("digits", Form(kind="ghost", m=2), seed=seed)) for seed in range(5)]
-    assert command.affordable(unknown, 1.0) == unknown
+    assert command.affordable(unknown, 100.0, 2) == unknown[:2]
+
+
+def test_a_run_that_ended_has_a_record_when_time_is_over(tmp_path, monkeypatch):
+    runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), epochs=epochs, both=True, batch=12)) for epochs in (1, 9)]
+    monkeypatch.setattr(training, "LOOKED_EVERY", 20)
+    monkeypatch.setattr(command, "affordable", lambda waiting, *_: waiting)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
+    (row,) = queue(tmp_path, monkeypatch, runs, budget=5.0)
+    assert row["key"] == runs[0][1].key and row["steps"] == 9
+    assert len(list((tmp_path / "unfinished").glob("*.pt"))) == 1
+    assert [row["key"] for row in queue(tmp_path, monkeypatch, runs)] == [run.key for _, run in runs]
 
 
 def test_the_planned_time_of_a_step_is_the_measured_one():

@@ -64,6 +64,25 @@ def test_joined_relus_are_those_of_torch(dtype):
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool2d(3, 1, padding=(1, 0)), nn.MaxPool2d((3, 2)), nn.MaxPool2d(12, 1), nn.MaxPool2d(2, 1, dilation=2)],
+    ids=str,
+)
+def test_other_windows_are_left_to_torch(pool):
+    x = some(1, 3, 13, 14)
+    assert torch.equal(faster._max_pool(pool, x), pool(x))
+
+
+def test_joined_relus_of_one_column():
+    """The stride of a dimension of size 1 has no meaning."""
+    parts = [some(2, 16, 4, 1), some(2, 8, 4, 1)]
+    grad = torch.randn(2, 4, 24, device=DEVICE).as_strided((2, 24, 4, 1), (96, 1, 24, 7))
+    ours, theirs = JoinedReLUs.apply(*parts), torch.cat([F.relu(part) for part in parts], 1)
+    for mine, other in zip(*(torch.autograd.grad(y, parts, grad) for y in (ours, theirs)), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_joined_relus_take_the_gradient_of_a_mean():
     """It is expanded from one value per image and channel."""
     parts = [some(3, width, 4, 5) for width in (64, 5)]
