@@ -318,10 +318,10 @@ def data_sets(own: list[str]) -> str:
 
 def overview(shown: list[str]) -> list[str]:
     """A small table: a column for each cell. Larger groups are left out until they were run."""
-    control = "batch norm on groups of {m}, filters and phase of the recipe"
-    forms = {"batch norm at 128": Form(kind="batch"), "the same with standardized filters": STANDARDIZED}
+    control = "batch norm, m = {m}, with the filters and the phase of the recipe"
+    forms = {"batch norm at 128": Form(kind="batch"), "batch norm at 128, standardized filters": STANDARDIZED}
     forms |= {f"**BKN by the recipe, m = {m}**": form for m, form in RECIPE.items()}
-    forms |= {"the same with a gain from 0.5, the first recipe": USUAL_GAIN[1], control.format(m=2): GROUPS}
+    forms |= {"BKN by the first recipe, m = 1 (gain from 0.5)": USUAL_GAIN[1], control.format(m=2): GROUPS}
     ran = {m: form for m, form in CONTROLS.items() if m == 1 or any(with_form(cell, form) for cell in shown)}
     forms |= {control.format(m=m): form for m, form in ran.items()}
     forms |= {f"Moving Average Batch Norm, m = {m}": Form(kind="moving", m=m) for m in RECIPE}

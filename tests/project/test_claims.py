@@ -124,6 +124,25 @@ def test_how_near_group_norm_with_standardized_weights_is():
     assert told in text("docs/should-i-use-it.md")
 
 
+def test_what_pages_say_of_30_epochs():
+    closed, recipe, plain = (
+        results_table3.of_row(f"BKN (128, 2){name}") for name in (", closing phase", ", recipe", "")
+    )
+    example = results_table3.of_row("BKN (128, 2)", "example")
+    base, same = results_table3.of_row(results_table3.BASELINE), results_table3.of_row(results_table3.STANDARDIZED)
+    change = difference(example, closed)
+    assert change.above
+    told = f"On CIFAR-10 at m = 2 it was {change.size(2)} points better than `population` after a closing phase"
+    assert all(told in " ".join(text(page).split()) for page in ("README.md", "docs/inference.md"))
+    deciding = " ".join(text("docs/should-i-use-it.md").split())
+    change = difference(recipe, base)
+    assert f"After 30 epochs of CIFAR-10 it was {change.size(2)} points above it" in deciding and change.above
+    assert difference(recipe, same).open, "could not be told from batch norm at 128 with standardized filters"
+    moving = results_table3.of_row("Moving Average Batch Norm (128, 2)")
+    assert all(difference(own, moving).open for own in (closed, recipe, plain)), "could not be told from BKN"
+    assert difference(recipe, closed).open, "about equal to a later closing phase"
+
+
 def test_the_reasons_of_the_defaults():
     page = text("docs/conversion.md")
     weights, learned = (dict(enumerate(scores(name, 2, "population"))) for name in ("BKN weights", "BKN learned"))

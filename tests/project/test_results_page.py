@@ -541,12 +541,14 @@ def test_the_readme_has_every_run_in_its_table(with_confirmed):
     )
     cells = {line[0]: line[1] for line in lines}
     assert [name for name, cell in cells.items() if cell == "not run"] == list(cells)[1:2] + list(cells)[4:]
-    assert not any("groups of 4" in name for name in cells)
+    assert not any("m = 4" in name for name in cells)
     runs = [run for run in runs_of("tiny100") if run.form != STANDARDIZED or run.seed < 4]
     with_confirmed(runs, likely(batch=3.0))
     cells = {line[0]: line[1] for line in table_of(results_page.of_recipe(), "|  | ResNet-18")[1]}
-    assert re.fullmatch(r"64\.\d \(\+[23]\.\d\d ± \d\.\d\d; 4 seeds\)", cells["the same with standardized filters"])
-    assert "not run" not in cells.values() and any("groups of 8" in name for name in cells)
+    assert re.fullmatch(
+        r"64\.\d \(\+[23]\.\d\d ± \d\.\d\d; 4 seeds\)", cells["batch norm at 128, standardized filters"]
+    )
+    assert "not run" not in cells.values() and any("m = 8" in name for name in cells)
     with_confirmed(runs, likely(), loss=None)
     assert table_of(results_page.of_recipe(), "|  | ResNet-18")[1][-1][1] == "diverged"
 
