@@ -342,15 +342,25 @@ def _overview(cell: str, form: Form) -> str:
     return f"{mean(score.accuracies()):.1f}" + (f" ({told})" if told else "")
 
 
-def recipe_against(filters: Literal["plain", "standardized"]) -> str:
-    """BKN by the recipe beside batch norm at 128 on all cells, in one sentence."""
-    found = {cell: differences(cell, filters) for cell in cells(test=True)}
-    told = [
-        f"{listed({cell: own[m] for cell, own in found.items() if m in own})} points at m = {m}"
-        for m in RECIPE
-        if any(m in own for own in found.values())
+def comparisons() -> str:
+    """BKN by the recipe minus other norms, on all cells, as a table. Empty without runs."""
+    found: dict[str, dict[str, Difference]] = {}
+    for cell in cells(test=True):
+        for filters, words in (("plain", "plain"), ("standardized", "standardized")):
+            for m, each in differences(cell, filters).items():  # type: ignore[arg-type]
+                found.setdefault(f"m = {m}, minus batch norm at 128, {words} filters", {})[cell] = each
+        grouped = others(cell, 2).get(GROUPED)
+        if grouped is not None:
+            words = "m = 2, minus batch norm at m = 2 with the filters and the phase of the recipe"
+            found.setdefault(words, {})[cell] = Difference(-grouped.points, grouped.half)
+    if not found:
+        return ""
+    known = [cell for cell in cells(test=True) if any(cell in row for row in found.values())]
+    rows = [
+        [words, *(row[cell].shown(2) if cell in row else ABSENT for cell in known)]
+        for words, row in sorted(found.items(), key=lambda each: each[0][:5], reverse=True)
     ]
-    return f"Against batch norm at 128 with {filters} filters, BKN has {', and '.join(told)}." if told else ""
+    return "\n".join(markdown(["BKN by the recipe, points", *(SHORT[cell] for cell in known)], rows, 1)) + "\n"
 
 
 def listed(found: dict[str, Difference]) -> str:
@@ -380,13 +390,10 @@ def larger_groups() -> list[list[str]]:
     return lines
 
 
-def without_prior() -> str:
-    """Batch norm on groups of 2 by the recipe beside BKN, where it was run."""
-    found = {cell: own[GROUPED] for cell in cells(test=True) if GROUPED in (own := others(cell, 2))}
+def without_prior() -> list[str]:
+    """On which cells batch norm on groups of 2 was not run by the recipe."""
     left = [cell for cell in cells(test=True) if with_form(cell, GROUPS) is None]
-    words = "Batch norm on groups of 2, with the filters and the phase of the recipe but without priors, has"
-    told = [f"{words} {listed(found)} points against BKN at m = 2."] if found else []
-    return " ".join(told + [text for cell in left for text in same_groups(cell, f" on {SHORT[cell]}")])
+    return [text for cell in left for text in same_groups(cell, f" on {SHORT[cell]}")]
 
 
 def changed_gain() -> str:

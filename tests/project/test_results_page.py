@@ -561,14 +561,18 @@ def test_a_cell_without_held_out_images_says_nothing_of_them(with_confirmed):
 
 
 def test_what_is_said_of_all_data_sets_follows_the_runs(with_confirmed):
-    assert results_filters.recipe_against("standardized") == "", "batch norm with these filters was not run"
+    headings, lines = table_of(results_filters.comparisons(), "| BKN by the recipe")
+    assert headings[1:] == ["Tiny-ImageNet"] and len(lines) == 2, "only batch norm with plain filters was run"
     assert results_filters.changed_gain() == ""
-    assert results_filters.recipe_against("plain").count("(Tiny-ImageNet)") == 2
-    assert "on Tiny-ImageNet has not been run on test images yet" in results_filters.without_prior()
+    assert "on Tiny-ImageNet has not been run on test images yet" in results_filters.without_prior()[0]
     with_confirmed([run for run in FILTERED if run in runs_of(run.cell)], likely(kalman=-2.0, ghost=1.0))
-    found = results_filters.recipe_against("plain")
-    assert len(re.findall(r"[+−][\d.]+ ± [\d.]+ \(CIFAR-100\)", found)) == 2 and "−2." in found
-    assert "not been run" not in results_filters.without_prior()
+    headings, lines = table_of(results_filters.comparisons(), "| BKN by the recipe")
+    assert headings[1:] == ["Tiny-ImageNet", "CIFAR-10", "CIFAR-100"] and len(lines) == 5
+    assert all(re.fullmatch(r"[+−]?[\d.]+ ± [\d.]+", cell) for line in lines for cell in line[1:])
+    assert lines[0][0] == "m = 2, minus batch norm at 128, plain filters" and lines[0][3].startswith("−2.")
+    (grouped,) = (line for line in lines if "of the recipe" in line[0])
+    assert re.match("−[23]\.", grouped[3]), "BKN minus groups, not groups minus BKN"
+    assert results_filters.without_prior() == []
     assert results_filters.changed_gain() == "", "the new gain is as far below"
 
 
