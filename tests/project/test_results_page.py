@@ -571,7 +571,7 @@ def test_what_is_said_of_all_data_sets_follows_the_runs(with_confirmed):
     assert all(re.fullmatch(r"[+−]?[\d.]+ ± [\d.]+", cell) for line in lines for cell in line[1:])
     assert lines[0][0] == "m = 2, minus batch norm at 128, plain filters" and lines[0][3].startswith("−2.")
     (grouped,) = (line for line in lines if "of the recipe" in line[0])
-    assert re.match("−[23]\.", grouped[3]), "BKN minus groups, not groups minus BKN"
+    assert re.match(r"−[23]\.", grouped[3]), "BKN minus groups, not groups minus BKN"
     assert results_filters.without_prior() == []
     assert results_filters.changed_gain() == "", "the new gain is as far below"
 
