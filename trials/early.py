@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from trials.__main__ import HERE, origin, read
 from trials.cells import CELLS, Cell, Data, load
+from trials.queue import HERE, origin, read
 from trials.rounds import ROUNDS
 from trials.training import Run, Training
 

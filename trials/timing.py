@@ -16,9 +16,9 @@ import time
 
 import torch
 
-from trials.__main__ import origin
 from trials.cells import BATCH, CELLS, made_up
 from trials.evidence import LONG, TABLE3, WARMUP
+from trials.queue import origin
 from trials.training import Run, Training
 
 COLUMNS = ("cell", "what", "count", "ms", "hardware", "torch", "commit")

@@ -15,7 +15,7 @@ from torch import nn
 import kalmannorm
 from support.wide import narrow
 from trials import __main__ as command
-from trials import early, table, timing, training
+from trials import early, queue, table, timing, training
 from trials.cells import CELLS, Cell, Data, split
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.faster import speed_up
@@ -311,14 +311,14 @@ def test_a_resumed_training_equals_an_uninterrupted_one(form, stop, tmp_path):
         assert torch.equal(value, expected[name]), name
 
 
-def queue(tmp_path, monkeypatch, runs, **options):
+def worked(tmp_path, monkeypatch, runs, **options):
     """The queue on made-up images and nets, with these runs."""
     labels = torch.arange(120) % 2
     images = (torch.randint(0, 100, (120, 3, 8, 8)) + 100 * labels.view(-1, 1, 1, 1)).byte()
     monkeypatch.setitem(CELLS, "cifar10", Cell("cifar10", "cifar10", net, 8, 1, 3))
     tested = images[:20], labels[:20]
-    monkeypatch.setattr(command, "absent", lambda cell, *_, test: [] if cell.images == "cifar10" else ["tiny100-a"])
-    monkeypatch.setattr(command, "load", lambda *_, test, both: split(images, labels, tested, test=test, device="cpu"))
+    monkeypatch.setattr(queue, "absent", lambda cell, *_, test: [] if cell.images == "cifar10" else ["tiny100-a"])
+    monkeypatch.setattr(queue, "load", lambda *_, test, both: split(images, labels, tested, test=test, device="cpu"))
     usual = {
         "budget": math.inf,
         "together": 2,
@@ -327,7 +327,7 @@ def queue(tmp_path, monkeypatch, runs, **options):
         "unfinished": tmp_path / "unfinished",
     }
     arguments = argparse.Namespace(packs=tmp_path, commit="abc", **{**usual, **options})
-    command.Queue(arguments).work(command.left(runs, None, "", tmp_path))
+    queue.Queue(arguments).work(command.left(runs, None, "", tmp_path))
     path = tmp_path / "smoke.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
@@ -337,40 +337,40 @@ def test_the_queue_goes_on_after_an_interruption_and_keeps_failed_runs(tmp_path,
     runs = [("smoke", Run("cifar10", form, both=True, batch=12)) for form in forms]
     runs.append(("smoke", Run("cifar10", Form(kind="kalman", m=2, gain=7.0), both=True, batch=12)))
     monkeypatch.setattr(training, "LOOKED_EVERY", 5)
-    monkeypatch.setattr(command, "affordable", lambda waiting, *_: waiting)
+    monkeypatch.setattr(queue, "affordable", lambda waiting, *_: waiting)
     clock = iter(range(10**6))
     monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
-    assert queue(tmp_path, monkeypatch, runs, budget=4.0) == []
+    assert worked(tmp_path, monkeypatch, runs, budget=4.0) == []
     assert len(list((tmp_path / "unfinished").glob("*.pt"))) == 2
-    rows = queue(tmp_path, monkeypatch, runs)
+    rows = worked(tmp_path, monkeypatch, runs)
     assert [row["key"] for row in rows if "failed" not in row] == [run.key for _, run in runs[:3]]
     (failed,) = (row for row in rows if "failed" in row)
     assert "gain" in failed["failed"] and failed["key"] == runs[3][1].key
     assert rows[0]["tested"].keys() == rows[0]["held_out"].keys() and rows[0]["batch"] == 12
     assert not list((tmp_path / "unfinished").glob("*.pt"))
-    assert len(queue(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
+    assert len(worked(tmp_path, monkeypatch, runs)) == len(rows) + 1, "only the failed run is tried again"
 
 
 def test_the_queue_begins_no_run_that_would_not_end(capsys):
     runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), seed=seed, test=True, epochs=30)) for seed in range(5)]
     seconds = 1e-3 * CELLS["cifar10"].step * 30 * 50_000 / 128
-    assert command.affordable(runs, command.PREPARING + 3.5 * seconds, 8) == runs[:3]
+    assert queue.affordable(runs, queue.PREPARING + 3.5 * seconds, 8) == runs[:3]
     assert "no time for 2 runs" in capsys.readouterr().out
-    assert command.affordable(runs, 1.0, 8) == runs[:1], "it is saved, and the next call goes on"
+    assert queue.affordable(runs, 1.0, 8) == runs[:1], "it is saved, and the next call goes on"
     unknown = [("smoke", Run("digits", Form(kind="ghost", m=2), seed=seed)) for seed in range(5)]
-    assert command.affordable(unknown, 100.0, 2) == unknown[:2]
+    assert queue.affordable(unknown, 100.0, 2) == unknown[:2]
 
 
 def test_a_run_that_ended_has_a_record_when_time_is_over(tmp_path, monkeypatch):
     runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), epochs=epochs, both=True, batch=12)) for epochs in (1, 9)]
     monkeypatch.setattr(training, "LOOKED_EVERY", 20)
-    monkeypatch.setattr(command, "affordable", lambda waiting, *_: waiting)
+    monkeypatch.setattr(queue, "affordable", lambda waiting, *_: waiting)
     clock = iter(range(10**6))
     monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
-    (row,) = queue(tmp_path, monkeypatch, runs, budget=5.0)
+    (row,) = worked(tmp_path, monkeypatch, runs, budget=5.0)
     assert row["key"] == runs[0][1].key and row["steps"] == 9
     assert len(list((tmp_path / "unfinished").glob("*.pt"))) == 1
-    assert [row["key"] for row in queue(tmp_path, monkeypatch, runs)] == [run.key for _, run in runs]
+    assert [row["key"] for row in worked(tmp_path, monkeypatch, runs)] == [run.key for _, run in runs]
 
 
 def test_the_planned_time_of_a_step_is_the_measured_one():
@@ -390,7 +390,7 @@ def test_workers_share_the_runs(tmp_path):
     ]
     usual = {"budget": math.inf, "together": 1, "workers": 2, "records": tmp_path, "unfinished": tmp_path}
     arguments = argparse.Namespace(packs=tmp_path, commit="abc", **usual)
-    command.Queue(arguments).work([("smoke", run) for run in runs])
+    queue.Queue(arguments).work([("smoke", run) for run in runs])
     rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
     assert sorted(row["key"] for row in rows) == sorted(run.key for run in runs)
 
@@ -406,7 +406,7 @@ def test_the_queue_skips_runs_without_packs_and_tries_failed_ones_last(tmp_path,
 
     monkeypatch.setattr(Training, "step", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        queue(tmp_path, monkeypatch, runs)
+        worked(tmp_path, monkeypatch, runs)
     assert "no pack tiny100-a: 2 runs are skipped" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
     assert [row["failed"] for row in rows[1:]] == ["beside 1 others: RuntimeError: out of memory"] * 2

@@ -13,7 +13,7 @@ from torch import nn
 
 import kalmannorm
 from trials import __main__ as command
-from trials import chosen, small, table
+from trials import chosen, queue, small, table
 from trials.cells import BATCH, CELLS, Cell, Data, subset
 from trials.forms import Form
 from trials.rounds import ROUNDS
@@ -265,10 +265,10 @@ def test_the_command_reads_records_of_both_folders(tmp_path, monkeypatch):
 def test_runs_of_different_batches_are_not_side_by_side(tmp_path, monkeypatch):
     """The shorter ones would wait for the longer ones."""
     batches = []
-    monkeypatch.setattr(command, "absent", lambda *_, **__: [])
-    monkeypatch.setattr(command.Queue, "_train", lambda self, batch: batches.append({run.batch for _, run in batch}))
+    monkeypatch.setattr(queue, "absent", lambda *_, **__: [])
+    monkeypatch.setattr(queue.Queue, "_train", lambda self, batch: batches.append({run.batch for _, run in batch}))
     usual = {"packs": tmp_path, "records": tmp_path, "together": 30, "workers": 1, "budget": math.inf}
-    command.Queue(argparse.Namespace(**usual)).work([("small", run) for run in ROUNDS["small"]])
+    queue.Queue(argparse.Namespace(**usual)).work([("small", run) for run in ROUNDS["small"]])
     assert batches == [{2}, {4}, {1}]
 
 
