@@ -126,8 +126,8 @@ def load(cell: Cell, folder: Path, device: torch.device, *, test: bool = False, 
     if not cell.packs:
         (images, labels), tested = ((part.images.to(torch.uint8), part.labels) for part in Digits().read())
         return split(images, labels, _shuffled(*tested) if test or both else None, test=test, device=device)
-    images, labels = _images(cell.packs, folder, cell.size)
-    tested = _images((f"{cell.images}-test",), folder, cell.size) if test or both else None
+    images, labels = unpacked(cell.packs, folder, cell.size)
+    tested = unpacked((f"{cell.images}-test",), folder, cell.size) if test or both else None
     return split(images, labels, None if tested is None else _shuffled(*tested), test=test, device=device)
 
 
@@ -190,7 +190,8 @@ def _shuffled(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return images[order], labels[order]
 
 
-def _images(packs: tuple[str, ...], folder: Path, size: int) -> tuple[Tensor, Tensor]:
+def unpacked(packs: tuple[str, ...], folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    """Images (N, C, H, W) uint8 and labels of these packs, one after another."""
     parts = [_read(folder / f"{name}.npz", size) for name in packs]
     images = torch.from_numpy(np.concatenate([part[0] for part in parts])).permute(0, 3, 1, 2).contiguous()
     return images, torch.from_numpy(np.concatenate([part[1] for part in parts]).astype(np.int64))

@@ -6,6 +6,8 @@
     python -m trials.pack cifar100 FOLDER   reads train/CLASS/*.png and test/CLASS/*.png
     python -m trials.pack tiny100 FOLDER    reads train and val of tiny-imagenet-200, and takes the first 100 classes by
                                             name; val becomes the test images
+    python -m trials.pack lab FOLDER        writes the packs of CIFAR-10 back, as the lab reads it: train with it by
+                                            KALMANNORM_DATA=FOLDER kalmannorm reproduce cifar -d cifar10
 
 CIFAR becomes mosaics in lossless WebP. Tiny-ImageNet keeps its JPEG files. The packs are written to trials/packs.
 """
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
-from trials.cells import MOSAIC
+from trials.cells import MOSAIC, unpacked
 
 PACKS = Path(__file__).parent / "packs"
 CLASSES = 100
@@ -38,6 +42,21 @@ def cifar10(folder: Path) -> None:
 
     images = np.concatenate([rows(f"data_batch_{number}") for number in range(1, 6)])
     _save_mosaics("cifar10", images, labels("train"), rows("test_batch"), labels("test"))
+
+
+def lab(folder: Path) -> None:
+    """The pickles of CIFAR-10's python version. The lab compares their pixels and labels with known checksums."""
+    train, test = (unpacked(names, PACKS, 32) for names in (("cifar10-a", "cifar10-b"), ("cifar10-test",)))
+    home = folder / "cifar-10-batches-py"
+    home.mkdir(parents=True, exist_ok=True)
+    for number in range(5):
+        part = slice(number * 10_000, (number + 1) * 10_000)
+        _save_batch(home / f"data_batch_{number + 1}", train[0][part], train[1][part])
+    _save_batch(home / "test_batch", *test)
+
+
+def _save_batch(path: Path, images: Tensor, labels: Tensor) -> None:
+    path.write_bytes(pickle.dumps({"data": images.flatten(1).numpy(), "labels": labels.tolist()}))
 
 
 def cifar100(folder: Path) -> None:
@@ -93,4 +112,4 @@ def _save(name: str, kind: str, blobs: list[bytes], labels: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    {"cifar10": cifar10, "cifar100": cifar100, "tiny100": tiny100}[sys.argv[1]](Path(sys.argv[2]))
+    {"cifar10": cifar10, "cifar100": cifar100, "tiny100": tiny100, "lab": lab}[sys.argv[1]](Path(sys.argv[2]))

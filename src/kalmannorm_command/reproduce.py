@@ -44,6 +44,10 @@ def reproduce(
     paper_only: Annotated[
         bool, typer.Option("--paper-only", help="Leave out the rows that the paper does not have.")
     ] = False,
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", help="Run only these rows, such as bn-128x2,bkn-128x2. [default: all]"),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Folder for the runs and the report. [default: runs/NAME-DATASET]"),
@@ -80,7 +84,8 @@ def reproduce(
     from kalmannorm.lab.experiments.planning import Wanted
     from kalmannorm.lab.experiments.reproducing import reproduce as run
 
-    wanted = Wanted(dataset, model, budget, seeds, paper_only, changes)
+    chosen_rows = () if rows is None else tuple(name.strip() for name in rows.split(","))
+    wanted = Wanted(dataset, model, budget, seeds, paper_only, chosen_rows, changes)
     with _rounds(chosen.timed and not as_json) as watch:
         done = run(
             chosen, wanted, out, execution, resume=resume, jobs=jobs, cluster=cluster, quiet=as_json, watch=watch

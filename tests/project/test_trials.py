@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 import kalmannorm
 from support.wide import narrow
 from trials import __main__ as command
-from trials import early, queue, table, timing, training
+from trials import early, pack, queue, table, timing, training
 from trials.cells import CELLS, Cell, Data, split
 from trials.evidence import ABLATIONS, EVIDENCE, PAPER, QUEUE, SIZES, TABLE3, methods
 from trials.faster import speed_up
@@ -484,3 +485,18 @@ def test_first_losses_are_those_of_the_training():
     expected = [round(float(part.mean()), 3) for part in (whole.losses[:25], whole.losses[25:])]
     assert early.losses(whole.run, whole.cell, whole.data, 1000) == expected
     assert early.losses(whole.run, whole.cell, whole.data, 25) == expected[:1]
+
+
+def test_packs_become_the_files_of_the_lab(tmp_path, monkeypatch):
+    """Pixels by channel, in the order of the packs. The lab itself compares them with known checksums."""
+    images = torch.randint(0, 256, (50_000, 3, 2, 2), dtype=torch.uint8)
+    monkeypatch.setattr(pack, "unpacked", lambda names, *_: (images[: 10_000 * (5 if len(names) == 2 else 1)],) * 2)
+    monkeypatch.setattr(pack, "_save_batch", lambda path, own, _: saved.update({path.name: own}))
+    saved = {}
+    pack.lab(tmp_path)
+    assert list(saved) == [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    assert torch.equal(torch.cat([saved[f"data_batch_{number}"] for number in range(1, 6)]), images)
+    monkeypatch.undo()
+    pack._save_batch(tmp_path / "batch", images[:2], torch.tensor([3, 4]))
+    record = pickle.loads((tmp_path / "batch").read_bytes())
+    assert record["labels"] == [3, 4] and (record["data"] == images[:2].reshape(2, 12).numpy()).all()

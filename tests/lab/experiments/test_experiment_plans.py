@@ -55,6 +55,16 @@ def test_each_cell_has_a_folder_of_its_own(monkeypatch):
     assert len(paper.cells) == 30, "as docs/experiments.md says"
 
 
+def test_rows_are_chosen_by_name(monkeypatch):
+    pretend(monkeypatch, 10, 50_000)
+    some = plan(experiment("cifar"), Wanted("cifar10", rows=("bkn-closing-128x2", "bn-128x2")), EXECUTION)
+    assert [arm.key for arm in some.arms] == ["bn-128x2", "bkn-closing-128x2"] and len(some.cells) == 6
+    with pytest.raises(LabError, match=r"cifar has no row 'bkn-128x4': use some of bn-128x128, bn-wide-128x128, "):
+        plan(experiment("cifar"), Wanted(rows=("bn-128x2", "bkn-128x4")), EXECUTION)
+    with pytest.raises(LabError, match="the other options leave out every row of --rows bkn-128x2"):
+        plan(experiment("cifar"), Wanted(rows=("bkn-128x2",), paper_only=True), EXECUTION)
+
+
 def test_arms_that_the_options_exclude_are_left_out(monkeypatch):
     """Only the lab's own networks can be widened, and frozen statistics at the end exclude a closing phase."""
     pretend(monkeypatch, 10, 50_000)

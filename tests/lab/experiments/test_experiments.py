@@ -396,6 +396,10 @@ def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, cap
     for words in ("figure 5 of the paper", "a stand-in", "66.02", "BKN learned", "The page: runs/small-64-8-digits"):
         assert words in shown, words
     assert "</html>" in Path("runs/small-64-8-digits/report.html").read_text()
+    options = options.replace("--paper-only", "--rows bkn-learned-64x8")
+    assert command(["reproduce", "small-64-8", "--dataset", "digits", *options.split(), "--out", "one"]) == 0
+    shown = capsys.readouterr().out  # no table of gains, because the row that it compares with is not here
+    assert "66.02" in shown and "63.66" not in shown and "Gain over another method" not in shown
     assert command(["reproduce", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in EXPERIMENTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Wanted:
     budget: float = 1.0
     seeds: int | None = None
     paper_only: bool = False
+    rows: tuple[str, ...] = ()
+    """Keys of the arms to run. None: all."""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +84,7 @@ class Plan:
 def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
     """All cells, checked against the data before anything runs."""
     BUDGET.check("budget", wanted.budget)
+    _check_rows(experiment, wanted.rows)
     datasets = [wanted.dataset] if wanted.dataset else list(experiment.datasets)
     real = "imagenet" in datasets or any(name.startswith(FOLDER) for name in datasets)
     seeds = len(first_seeds((1 if real else 3) if wanted.seeds is None else wanted.seeds))
@@ -103,8 +106,19 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
                         recipe = dataclasses.replace(recipe, width=matching_width(model, data.classes, data.shape))
                 cells += _seeds(recipe, arm, role, seeds, prefix=len(datasets) > 1)
     arms = tuple(arm for arm in experiment.arms if any(cell.arm == arm for cell in cells))
+    if not arms:
+        raise LabError(
+            f"the other options leave out every row of --rows {','.join(wanted.rows)}: leave one of them out"
+        )
     # Seeds are the outermost loop, so that early results include every arm.
     return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(sorted(cells, key=lambda c: c.recipe.seed)))
+
+
+def _check_rows(experiment: Experiment, rows: Sequence[str]) -> None:
+    known = [arm.key for arm in experiment.arms]
+    for name in rows:
+        if name not in known:
+            raise LabError(f"{experiment.name} has no row {name!r}: use some of {', '.join(known)}")
 
 
 def arms_of(experiment: Experiment, wanted: Wanted, model: str, *, cheap: bool) -> list[Arm]:
@@ -112,6 +126,8 @@ def arms_of(experiment: Experiment, wanted: Wanted, model: str, *, cheap: bool) 
 
     def fits(arm: Arm) -> bool:
         if (arm.cheap and not cheap) or (arm.ours and wanted.paper_only):
+            return False
+        if wanted.rows and arm.key not in wanted.rows:
             return False
         if arm.closing is not None and wanted.changes.get("finish_epochs"):
             return False  # statistics that are frozen at the end exclude a closing phase

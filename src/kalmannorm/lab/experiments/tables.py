@@ -82,14 +82,15 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
     Pairs in which a run is no better than guessing are omitted.
     """
     experiment = plan.experiment
-    claims = [claim for claim in experiment.claims if claim.role in plan.models]
+    arms = {arm.key: arm for arm in plan.arms}
+    claims = [claim for claim in experiment.claims if claim.role in plan.models and claim.over in arms]
     if not claims:
         return []
     ours = [arm for arm in plan.arms if arm.method.startswith("bkn")]
     rows = []
     for claim in claims:
         for dataset in plan.datasets:
-            over = next(arm for arm in plan.arms if arm.key == claim.over)
+            over = arms[claim.over]
             row = [*row_start(plan, claim.role), over.label, claim.mode, _when(claim), claim.points]
             row += [averaged(_gains(plan, results, arm, over, claim, dataset)) for arm in ours]
             rows.append(row)
@@ -128,9 +129,9 @@ def _gains(plan: Plan, results: Results, arm: Arm, over: Arm, claim: Claim, data
 def steps_table(plan: Plan, results: Results, mode: str = "population") -> list[Table]:
     """Steps to the best accuracy of the arm named by `steps_to`, seed by seed."""
     experiment = plan.experiment
-    if experiment.steps_to is None:
+    baseline = next((arm for arm in plan.arms if arm.key == experiment.steps_to), None)
+    if baseline is None:
         return []
-    baseline = next(arm for arm in plan.arms if arm.key == experiment.steps_to)
     rows = []
     for dataset in plan.datasets:
         for role in plan.models:
