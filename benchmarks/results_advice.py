@@ -13,7 +13,7 @@ import results_table3 as table3
 import results_trials as trials
 from measured import markdown
 from results_lab import SmallForm, above, cifar, digits, small
-from results_words import bullets, difference, mean, said, signed, standard_error
+from results_words import bullets, difference, mean, paragraph, said, signed, standard_error
 
 from trials.forms import Form
 from trials.table import HELD_OUT
@@ -131,6 +131,21 @@ def _in_one_line() -> str:
     )
 
 
+def _with_plain_filters() -> str:
+    """BKN beside batch norm on the same groups, by m."""
+    lines = evidence.beside_groups()
+    if not lines:
+        return ""
+    words = paragraph(
+        "With plain filters: test accuracy in %, `population` inference, 15 epochs, one seed. Held-out images choose "
+        "whether a norm has a closing phase. Then *use* is BKN if it is better by more than two standard errors of the "
+        "test images. Otherwise it is batch norm on groups:"
+    )
+    headings = ["m", "net and images", "BKN", "BKN, closing phase", "batch norm on groups"]
+    headings += ["batch norm on groups, closing phase", "use"]
+    return words + "\n" + "\n".join(markdown(headings, lines, 2)) + "\n\nOther measurements:\n\n"
+
+
 def _of_gn_ws() -> str:
     """Group norm with standardized weights beside batch norm at 128."""
     nets = {"CIFAR Inception": evidence.tested("cifar10"), "ResNet-32": evidence.tested("cifar10-resnet32")}
@@ -228,7 +243,6 @@ def when() -> str:
             said(f"BKN {four.shown()} points against plain groups", four.points < 0),
             "batch norm on the groups",
         ],
-        *evidence.beside_groups(),
         *filters.larger_groups(),
         *(_of_recipe(cell, 2) for cell in trials.cells(test=True) if 2 in filters.differences(cell)),
         [
@@ -311,7 +325,7 @@ def when() -> str:
     ]
     scratch = next(number for number, row in enumerate(rows) if "fine-tuning" in row[1])
     rows[:scratch] = sorted(rows[:scratch], key=lambda row: -int(row[0].split(", ")[-1]))
-    text = _in_one_line() + "\n"
+    text = _in_one_line() + "\n" + _with_plain_filters()
     text += "\n".join(markdown(["m", "net and images", "measured, `population` inference", "use"], rows, 4)) + "\n\n"
     warmed = cifar("GN warmed up", 128, "population")
     against_two, against_bkn = (difference(warmed, cifar(method, 2, "population")) for method in (bn, bkn))

@@ -148,7 +148,7 @@ def _against_m(cell: str) -> str:
 
 
 def beside_groups() -> list[list[str]]:
-    """Lines of the table of advice: BKN beside batch norm with the same groups, with and without a closing phase."""
+    """Lines: m, net and images, BKN and batch norm on the same groups, without and with a closing phase, advice."""
     found = {cell: chosen.points(cell, rows()) for cell in chosen.cells(rows())}
     made = (_beside_groups(cell, found[cell], m) for m in (32, 8, 4, 2, 1) for cell in found)
     return [line for line in made if line is not None]
@@ -156,14 +156,13 @@ def beside_groups() -> list[list[str]]:
 
 def _beside_groups(cell: str, found: dict[tuple[str, int], Point | None], m: int) -> list[str] | None:
     """Each norm with or without a phase, as held-out images choose. A training that diverged is not chosen."""
-    norms = {"BKN": ("BKN", "BKN, closing phase"), "batch norm on the same groups": ("groups", "groups, closing phase")}
-    if not all((name, m) in found for names in norms.values() for name in names):
+    norms = ("BKN", "BKN, closing phase"), ("groups", "groups, closing phase")
+    if not all((name, m) in found for names in norms for name in names):
         return None
     told, best = [], list[tuple[str, float]]()
-    for label, names in norms.items():
+    for names in norms:
         points = {name: found[name, m] for name in names}
-        shown = ["diverged" if each is None else f"{mean(each.tested()):.1f}" for each in points.values()]
-        told.append(f"{label} {shown[0]}, with a phase {shown[1]}")
+        told += ["diverged" if each is None else f"{mean(each.tested()):.1f}" for each in points.values()]
         held = {name: mean(point.score.accuracies()) for name, point in points.items() if point is not None}
         if not held:
             return None
@@ -179,7 +178,7 @@ def _beside_groups(cell: str, found: dict[tuple[str, int], Point | None], m: int
         use = "BKN" + phase * ("phase" in best[0][0])
     else:
         use = "batch norm on groups" + phase * ("phase" in best[1][0]) + ", which is simpler" * (ahead > -2 * error)
-    return [str(m), f"{NAMES[cell]}, test", f"plain filters, one seed: {'; '.join(told)} %", use]
+    return [str(m), NAMES[cell], *told, use]
 
 
 def _shown(point: Point | None | str, way: str) -> str:

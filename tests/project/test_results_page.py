@@ -250,9 +250,9 @@ def test_a_training_that_diverged_is_no_win_of_the_other_norm(with_records):
 
     def advice():
         with_records(rows)
-        ((m, _, measured, use),) = results_evidence.beside_groups()
-        assert m == "2" and "BKN 88.0, with a phase 90.0; batch norm on the same groups 89.9, with a phase" in measured
-        return measured.split()[-2], use
+        ((m, _, *measured, use),) = results_evidence.beside_groups()
+        assert m == "2" and measured[:3] == ["88.0", "90.0", "89.9"]
+        return measured[3], use
 
     assert advice() == ("99.0", "batch norm on groups, with a closing phase")
     rows[3]["loss"] = None
@@ -492,7 +492,7 @@ def test_a_sentence_on_what_was_not_run_goes_when_it_is_run(with_confirmed):
 )
 def test_advice_follows_the_test_images(points, advice, with_confirmed):
     with_confirmed(runs_of("tiny100"), likely(**points))
-    _, lines = table_of(results_advice.when(), "| m | net and images")
+    _, lines = table_of(results_advice.when(), "| m | net and images | measured")
     two, one = (line for line in lines if line[1] == "ResNet-18 on 100 classes of Tiny-ImageNet, test")
     assert [two[0], one[0]] == ["2", "1"]
     assert two[-1] == advice[0] and one[-1].startswith(advice[1])
