@@ -109,9 +109,10 @@ def _doubts(records: list[Row], told: list[str]) -> list[str]:
         )
     if len({row["commit"] for row in records}) > 1:
         doubts.append(
-            "Seed 0 was partly trained with an older commit. Between the two commits max pooling, ReLUs and sums of "
-            "gradients got other kernels with the same arithmetic, and the output of group norm became bf16, as that "
-            "of the other norms. It was float32 before. No run was repeated to compare the commits."
+            "Seed 0 was partly trained with an older commit. Between the two commits max pooling, ReLUs, sums of "
+            "gradients and the optimizer got other kernels with the same arithmetic, and the output of group norm "
+            "became bf16, as that of the other norms. It was float32 before. No run was repeated to compare the "
+            "commits."
         )
     return doubts
 
