@@ -226,9 +226,10 @@ EVIDENCE = {
 def _queue() -> list[tuple[str, Run]]:
     """All runs of these rounds, each with its round: the most telling first."""
     small = [run for run in SIZE_RUNS if run.form.m in (2, 1) or run == _first(run.cell)[0]]
+    narrow = [run for run in TABLE3_RUNS if not run.cell.endswith("-wide")]
     parts = [
+        ("table3", narrow),
         ("sizes", small),
-        ("table3", [run for run in TABLE3_RUNS if run.seed == 0]),
         ("ablations", [run for run in ABLATION_RUNS if run.seed == 0]),
         ("settings", SETTING_RUNS),
         ("sizes", SIZE_RUNS),

@@ -419,7 +419,7 @@ def test_the_queue_has_every_run_of_the_evidence_once():
     for name, runs in EVIDENCE.items():
         assert ROUNDS[name] is runs
     firsts = [run.form for _, run in QUEUE[:3]]
-    assert firsts == [methods(128)["groups"], methods(2)["groups"], methods(2)["BKN, closing phase"]]
+    assert firsts == [methods(128)["groups"], methods(2)["groups"], methods(2)["BKN learned"]]
     sizes = {(run.cell, run.form.m) for run in EVIDENCE["sizes"] if run.form.kind == "kalman"}
     assert len(sizes) == 4 * len(SIZES)
     settings = {(run.batch, run.form.m) for run in EVIDENCE["settings"]}
