@@ -121,8 +121,9 @@ def _in_one_line() -> str:
                 mean(digits("BN", 4, "population")) >= mean(digits("BN", 64, "population")),
             ),
             *(f"**m = {m}:** {told}." for m in (2, 1) if (told := _by_data_set(m))),
-            "**Fine-tuning at m = 2 and 1:** a [closing phase](statistics.md#the-closing-phase) with `present=0.5`. On "
-            "other classes BKN was better, on the same data either norm.",
+            "**Fine-tuning at m = 2 and 1, in batches of 64 or 32 images:** a [closing "
+            "phase](statistics.md#the-closing-phase) with `present=0.5`. On other classes BKN was better, on the same "
+            "data either norm.",
             "**Optimizer steps of 1, 2 or 4 images:** Moving Average Batch Norm. In batches of 4, BKN by the recipe "
             "could not be told from it. Choose the learning rate for each. (BKN had a gain from 0.5 there, also at "
             "m = 1.)",
@@ -291,7 +292,7 @@ def when() -> str:
                 all(each.above for each in ahead),
                 not any(other["BKN", m].below for m in (2, 1)),
             ),
-            "calibrated BKN, with a closing phase and `present=0.5`",
+            "BKN, calibrated as `convert` does for trained weights, with a closing phase and `present=0.5`",
         ],
         [
             "2",

@@ -160,6 +160,7 @@ def summary() -> str:
     told = [
         f"The closing phase of BKN begins after {shares[0]} of the training, that of batch norm after {shares[1]}, as "
         "trials on other images chose." + ("" if _ran(fair) else " Batch norm with the phase of BKN was not run."),
+        f"{compared(CLOSED, difference(of_row(CLOSED), of_row('BKN (128, 2), recipe')), 'BKN (128, 2), recipe')}.",
         "No setting of a row was chosen by these runs. Learning rate and weight decay are the same in all of them.",
     ]
     return text + bullets(told)

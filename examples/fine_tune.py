@@ -1,4 +1,4 @@
-"""Fine-tune a timm model that was trained with BatchNorm, in batches of 4 with groups of 2.
+"""Fine-tune a timm model that was trained with BatchNorm, in batches of 4 with groups of 2. It needs timm.
 
     python examples/fine_tune.py
 
@@ -6,7 +6,8 @@ With your own data, start from published weights instead of `pretrained()`:
 
     model = timm.create_model("resnet50", pretrained=True, num_classes=10)
 
-Conversion keeps the logits of the pretrained model. Training then continues with Kalman norms.
+Conversion keeps the logits of the pretrained model. Training then continues with Kalman norms. They normalize with
+their running statistics from the first step on, in a closing phase.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ def digits() -> tuple[Tensor, Tensor]:
     return F.interpolate(images, size=24).expand(-1, 3, -1, -1), torch.tensor(data.target)
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, batch: int, steps: int, lr: float) -> None:
+def train(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    batch: int,
+    steps: int,
+    lr: float,
+    phase: kalmannorm.ClosingPhase | None = None,
+) -> None:
     optimizer = torch.optim.AdamW(kalmannorm.parameter_groups(model, 1e-2), lr)
     model.train()
     for _ in range(steps):
@@ -35,6 +44,8 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, batch: int, steps: i
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if phase is not None:
+            phase.step()
 
 
 @torch.no_grad()
@@ -58,7 +69,8 @@ def main(steps: int = 150) -> dict[str, float]:
 
     model = kalmannorm.convert(model, images[:2], statistics_batch_size=2)
     found["converted"] = accuracy(model, *test)
-    train(model, images[:900], labels[:900], batch=4, steps=steps, lr=2e-3)
+    phase = kalmannorm.ClosingPhase(model, steps, start=0, end=0)
+    train(model, images[:900], labels[:900], batch=4, steps=steps, lr=2e-3, phase=phase)
     found["fine-tuned"] = accuracy(model, *test)
     for name, score in found.items():
         print(f"{name}: {score:.1f} %")

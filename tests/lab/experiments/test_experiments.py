@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -400,6 +401,7 @@ def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, cap
     assert command(["reproduce", "small-64-8", "--dataset", "digits", *options.split(), "--out", "one"]) == 0
     shown = capsys.readouterr().out  # no table of gains, because the row that it compares with is not here
     assert "66.02" in shown and "63.66" not in shown and "Gain over another method" not in shown
+    assert re.search(r"--rows chose 1 of \d rows", " ".join(shown.split()))
     assert command(["reproduce", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in EXPERIMENTS)

@@ -18,6 +18,7 @@ from kalmannorm.lab.report.comparison import chapters
 from kalmannorm.lab.report.curves import common_steps, curve
 from kalmannorm.lab.report.sentences import on_speed, sentences, what
 from kalmannorm.lab.report.tables import results, settings_line
+from kalmannorm.lab.words import naming
 from kalmannorm.lab.words.spread import Spread
 from support.report_runs import make_run
 
@@ -179,3 +180,12 @@ def test_the_axis_of_training_ends_where_training_does():
 
     ends = [chart(*x).across[0].high for x in ((1.0,), (0.1, 30.0))]
     assert ends == pytest.approx([1.02, 30.6])
+
+
+def test_a_run_without_a_closing_phase_is_named_so():
+    recipes = [Recipe(method="bkn"), Recipe(method="bkn", closing_start=0.3, closing_end=0.6)]
+    told = naming.telling(recipes)
+    assert [naming.terms(recipe, told) for recipe in recipes] == [
+        "no closing phase",
+        "closing start 0.3, closing end 0.6",
+    ]

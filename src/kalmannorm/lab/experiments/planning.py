@@ -67,6 +67,8 @@ class Plan:
     """Whether data set or network differ from the paper's, or only a part of the data is used."""
     arms: tuple[Arm, ...]
     cells: tuple[Cell, ...]
+    rows: tuple[str, ...] = ()
+    """Keys of the arms that the user chose. None: all."""
 
     @property
     def datasets(self) -> list[str]:
@@ -111,7 +113,8 @@ def plan(experiment: Experiment, wanted: Wanted, execution: Execution) -> Plan:
             f"the other options leave out every row of --rows {','.join(wanted.rows)}: leave one of them out"
         )
     # Seeds are the outermost loop, so that early results include every arm.
-    return Plan(experiment, wanted.budget, seeds, stand_in, arms, tuple(sorted(cells, key=lambda c: c.recipe.seed)))
+    ordered = tuple(sorted(cells, key=lambda cell: cell.recipe.seed))
+    return Plan(experiment, wanted.budget, seeds, stand_in, arms, ordered, wanted.rows)
 
 
 def _check_rows(experiment: Experiment, rows: Sequence[str]) -> None:

@@ -158,6 +158,8 @@ def _notes(chosen: Plan, results: Results) -> list[str]:
         notes.append(f"This is a stand-in: the paper uses {real}, its own networks and all images.")
     if chosen.budget != 1 and not experiment.timed:
         notes.append(f"The length of training is {chosen.budget:g} of the full length.")
+    if chosen.rows:
+        notes.append(f"--rows chose {len(chosen.arms)} of {counted(len(experiment.arms), 'row')}.")
     for dataset in chosen.datasets:
         for role, model in chosen.models.items():
             for arm in chosen.arms:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kalmannorm.lab.experiments.planning import Cell, Plan
 from kalmannorm.lab.files.records import Record, Run
-from kalmannorm.lab.report.trained import Ended, at_chance
+from kalmannorm.lab.report.trained import Ended, sound
 from kalmannorm.lab.words.spread import spread
 
 
@@ -27,8 +27,8 @@ class Finished:
 
     @property
     def lost(self) -> bool:
-        """Whether it is no better than guessing."""
-        return at_chance(*self.ended)
+        """Whether it is no better than guessing, or too short to compare."""
+        return not sound([self.ended])
 
     def accuracy(self, mode: str, at: float | None = None) -> float | None:
         """Accuracy in %, at the end, or at the evaluation nearest to a share of the training.

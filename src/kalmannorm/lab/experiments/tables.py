@@ -79,7 +79,7 @@ def _accuracy_table(plan: Plan, results: Results, dataset: str) -> Table:
 def claims_table(plan: Plan, results: Results) -> list[Table]:
     """BKN's gain over another method: the paper's number, and ours for each pair of runs with the same seed.
 
-    Pairs in which a run is no better than guessing are omitted.
+    Pairs in which a run is no better than guessing, or too short, are omitted.
     """
     experiment = plan.experiment
     arms = {arm.key: arm for arm in plan.arms}
@@ -106,7 +106,8 @@ def claims_table(plan: Plan, results: Results) -> list[Table]:
                 *(arm.name for arm in ours),
             ],
             "rows": rows,
-            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level are omitted.",
+            "note": f"Differences are taken seed by seed; {PAPERS_BKN}. Pairs with a run at chance level, or with one "
+            "that is too short, are omitted.",
         }
     ]
 

@@ -80,4 +80,5 @@ def own_name(recipe: Recipe, told: Sequence[str], recipes: Sequence[Recipe]) -> 
 
 def terms(recipe: Recipe, told: Sequence[str]) -> str:
     """The terms of training in which rows differ: "15 epochs"."""
-    return ", ".join(option(name, getattr(recipe, name)) for name in told if name not in _OWN)
+    idle = () if recipe.closing_start is not None else ("closing_end",)
+    return ", ".join(option(name, getattr(recipe, name)) for name in told if name not in (*_OWN, *idle))

@@ -97,5 +97,5 @@ def option(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return words if value else f"no {words}"
     if value is None:
-        return f"{words} by default"
+        return "no closing phase" if name == "closing_start" else f"{words} by default"
     return f"{words} {value:g}" if isinstance(value, (int, float)) else f"{words} {value}"
