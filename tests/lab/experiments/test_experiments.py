@@ -407,3 +407,10 @@ def test_the_command_prints_tables_and_names_the_page(tmp_path, monkeypatch, cap
     assert all(name in listed for name in EXPERIMENTS)
     assert command(["reproduce", "modrate"]) == 2
     assert "did you mean 'moderate'" in capsys.readouterr().err
+
+
+def test_runs_that_are_too_short_have_no_gains(tmp_path):
+    done = reproduced("small-64-8", few_steps("small-64-8"), tmp_path / "short", in_process)
+    (gains,) = (table for table in done.record["tables"] if table["title"].startswith("Gain"))
+    assert gains["columns"][-2:] == ["BKN learned", "BKN"]
+    assert all(row[-2:] == [None, None] for row in gains["rows"]) and "too short" in gains["note"]
