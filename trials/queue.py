@@ -69,7 +69,6 @@ def side_by_side(waiting: list[tuple[str, Run]], together: int) -> list[list[tup
 
 def _worker(arguments: argparse.Namespace, end: float, batches: list[list[tuple[str, Run]]], taken: Any) -> None:
     """Train batches that no other worker has taken, until none is left or time is over."""
-
     parent = os.getppid()
 
     def free() -> Iterator[list[tuple[str, Run]]]:
@@ -81,16 +80,15 @@ def _worker(arguments: argparse.Namespace, end: float, batches: list[list[tuple[
                 return
             yield batches[number]
 
-    queue = Queue(arguments)
-    queue._end = end
-    queue.train_all(free())
+    Queue(arguments, end).train_all(free())
 
 
 class Queue:
     """Runs of one cell, one split of the images and one batch, side by side, until nothing is left or time is over."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self._end = arguments, time.perf_counter() + arguments.budget
+    def __init__(self, arguments: argparse.Namespace, end: float | None = None) -> None:
+        self.arguments = arguments
+        self._end: float = time.perf_counter() + arguments.budget if end is None else end
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.loaded: dict[tuple[str, bool, bool], Data] = {}
 
@@ -121,22 +119,18 @@ class Queue:
 
     def train_all(self, batches: Iterable[list[tuple[str, Run]]]) -> None:
         torch.backends.cudnn.benchmark = True  # shapes are constant
-        missed = 0
-        for batch in batches:
-            try:
-                self._train(batch)
-            except TimeoutError:
-                missed += len(batch)
+        missed = sum(self._train(batch) for batch in batches)
         if missed:
             print(f"out of time with {missed} runs to do", file=sys.stderr)
 
     def _remaining(self) -> float:
-        return self._end - time.perf_counter()  # type: ignore[no-any-return]
+        return self._end - time.perf_counter()
 
-    def _train(self, batch: list[tuple[str, Run]]) -> None:
+    def _train(self, batch: list[tuple[str, Run]]) -> int:
+        """Returns how many of these runs are left to do, because time is over."""
         begun = time.perf_counter()
         if self._remaining() < 0:
-            raise TimeoutError
+            return len(batch)
         cell = CELLS[batch[0][1].cell]
         data = self._data(cell, batch[0][1])
         trainings = []
@@ -158,16 +152,16 @@ class Queue:
                 if not isinstance(error, torch.OutOfMemoryError):
                     self._place(name, training.run).unlink(missing_ok=True)
             raise
-        seconds = time.perf_counter() - started
+        seconds, left = time.perf_counter() - started, 0
         for name, training in trainings:
             if over and training.done < training.steps and not training.diverged:
+                left += 1
                 continue
             record = {"key": training.run.key, **_outcome(training), "seconds": round(seconds, 1)}
             self._write(name, {**record, "ready": round(ready, 1)}, batch)
             self._place(name, training.run).unlink(missing_ok=True)
-        if over:
-            raise TimeoutError
         print(f"  ready after {ready:.0f} s, trained in {seconds:.0f} s", flush=True)
+        return left
 
     def _data(self, cell: Cell, run: Run) -> Data:
         """The images of this cell, on the device. Cells of one data set share them."""

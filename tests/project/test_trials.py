@@ -362,7 +362,7 @@ def test_the_queue_begins_no_run_that_would_not_end(capsys):
     assert queue.affordable(unknown, 100.0, 2) == unknown[:2]
 
 
-def test_a_run_that_ended_has_a_record_when_time_is_over(tmp_path, monkeypatch):
+def test_a_run_that_ended_has_a_record_when_time_is_over(tmp_path, monkeypatch, capsys):
     runs = [("smoke", Run("cifar10", Form(kind="ghost", m=2), epochs=epochs, both=True, batch=12)) for epochs in (1, 9)]
     monkeypatch.setattr(training, "LOOKED_EVERY", 20)
     monkeypatch.setattr(queue, "affordable", lambda waiting, *_: waiting)
@@ -370,6 +370,7 @@ def test_a_run_that_ended_has_a_record_when_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(training.time, "perf_counter", lambda: float(next(clock)))
     (row,) = worked(tmp_path, monkeypatch, runs, budget=5.0)
     assert row["key"] == runs[0][1].key and row["steps"] == 9
+    assert "out of time with 1 runs to do" in capsys.readouterr().err
     assert len(list((tmp_path / "unfinished").glob("*.pt"))) == 1
     assert [row["key"] for row in worked(tmp_path, monkeypatch, runs)] == [run.key for _, run in runs]
 

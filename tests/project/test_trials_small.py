@@ -266,7 +266,7 @@ def test_runs_of_different_batches_are_not_side_by_side(tmp_path, monkeypatch):
     """The shorter ones would wait for the longer ones."""
     batches = []
     monkeypatch.setattr(queue, "absent", lambda *_, **__: [])
-    monkeypatch.setattr(queue.Queue, "_train", lambda self, batch: batches.append({run.batch for _, run in batch}))
+    monkeypatch.setattr(queue.Queue, "_train", lambda self, batch: batches.append({run.batch for _, run in batch}) or 0)
     usual = {"packs": tmp_path, "records": tmp_path, "together": 30, "workers": 1, "budget": math.inf}
     queue.Queue(argparse.Namespace(**usual)).work([("small", run) for run in ROUNDS["small"]])
     assert batches == [{2}, {4}, {1}]
