@@ -8,6 +8,7 @@ of CIFAR-10. `missing` says what has no record yet.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ TITLES = {
     "cifar10": "CIFAR Inception on CIFAR-10",
     "cifar10-resnet32": "ResNet-32 on CIFAR-10",
     "cifar100": "CIFAR Inception on CIFAR-100",
-    "tiny100": "ResNet-18 on 100 classes of Tiny-ImageNet",
+    "tiny100": "ResNet-18 on Tiny-ImageNet (100 classes)",
 }
 RECORDS = tuple(
     str(path.relative_to(ROOT))
@@ -83,7 +84,7 @@ def of_trials(cell: str, rows: list[Record] | None = None) -> Panel:
         for (name, m), point in found.items()
         if point is not None
     }
-    return Panel(f"{TITLES[cell]}, {CELLS[cell].epochs} epochs", {key: own for key, own in scores.items() if own})
+    return Panel(TITLES[cell], {key: own for key, own in scores.items() if own})
 
 
 def of_lab(title: str, rows: list[Record], group_norm: str) -> Panel:
@@ -102,9 +103,9 @@ def panels(rows: list[Record] | None = None, read: Callable[[str], list[Record]]
     found = [of_trials(cell, rows) for cell in cells]
     if "cifar10" not in cells:
         own = [row for name in LAB_FILES["cifar10"] for row in read(name)]
-        found.append(of_lab("CIFAR Inception on CIFAR-10, 8 epochs", own, "GN warmed up"))
+        found.append(of_lab("CIFAR Inception on CIFAR-10 (8 epochs)", own, "GN warmed up"))
     own = [row for name in LAB_FILES["digits"] for row in read(name)]
-    found.append(of_lab("digits-net on digits, 15 epochs", own, "GN"))
+    found.append(of_lab("digits-net on digits", own, "GN"))
     return [panel for panel in found if panel.sizes]
 
 
@@ -120,14 +121,16 @@ def lowest(panel: Panel) -> float:
 
 
 def series(panel: Panel, names: list[str], looks: Mapping[str, int]) -> list[Series]:
-    """One for each method. Two sizes say nothing about those between, so each of them is a line of its own."""
+    """One for each method. Two sizes say nothing about those between them: then each of them is a line of its own."""
     made = []
     for name in LABELS:
         own = {m: scores for (method, m), scores in panel.scores.items() if method == name}
         if 0 in own:
             own = dict.fromkeys(panel.sizes, own[0])
         kept = {m: scores for m, scores in sorted(own.items()) if statistics.fmean(scores) >= lowest(panel)}
-        parts = [kept] if len(own) > 2 else [{m: scores} for m, scores in kept.items()]
+        places = [names.index(str(m)) for m in sorted(own)]
+        joined = len(own) > 2 or [b - a for a, b in itertools.pairwise(places)] == [1]
+        parts = [kept] if joined else [{m: scores} for m, scores in kept.items()]
         for part in parts:
             if part:
                 made.append(

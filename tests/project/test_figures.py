@@ -99,14 +99,12 @@ def accuracy(draw):
 def test_accuracy_draws_a_panel_for_every_cell_with_records(accuracy):
     """The score of the chosen setting on test images. CIFAR-10 of the lab gives way to that of the trials."""
     before = [panel.title for panel in accuracy.panels([])]
-    assert before == ["CIFAR Inception on CIFAR-10, 8 epochs", "digits-net on digits, 15 epochs"]
+    assert before == ["CIFAR Inception on CIFAR-10 (8 epochs)", "digits-net on digits"]
     runs = [run for run in EVIDENCE["sizes"] if run.cell in ("cifar10", "cifar10-resnet32")]
     rows = [record("sizes", run) for run in runs]
     found = accuracy.panels(rows)
     titles = [panel.title for panel in found]
-    assert titles == [
-        "CIFAR Inception on CIFAR-10, 15 epochs", "ResNet-32 on CIFAR-10, 15 epochs", "digits-net on digits, 15 epochs"
-    ]  # fmt: skip
+    assert titles == ["CIFAR Inception on CIFAR-10", "ResNet-32 on CIFAR-10", "digits-net on digits"]
     assert found[0].sizes == [1, 2, 4, 8, 32, 128]
     run = next(run for run in runs if run.form == methods(4)["BKN"])
     assert found[0].scores["BKN", 4] == [row["tested"]["population"] for row in rows if row["key"] == run.key]
@@ -132,12 +130,14 @@ def test_accuracy_shows_the_best_setting_on_held_out_images(accuracy):
     assert accuracy.of_trials("cifar10", rows).scores == {("BKN", 2): [70.0]}, "a diverged run is not chosen"
 
 
-def test_two_sizes_are_no_line_and_three_are(accuracy):
-    for sizes, lines in (((1, 2), 2), ((1, 2, 4), 1)):
-        panel = accuracy.Panel("", {("BKN", m): [90.0 + m, 91.0 + m] for m in sizes})
-        (own,) = accuracy.chart([panel]).panels
-        assert len(own.series) == lines
-        assert [y for series in own.series for y in series.y] == [90.5 + m for m in sizes]
+def test_a_line_hides_no_size_between_its_two_points(accuracy):
+    """Unless it has a third point."""
+    others = {("groups", m): [90.0 + m] for m in (1, 2, 4)}
+    for sizes, lines in (((1, 2), 1), ((1, 4), 2), ((1, 2, 4), 1), ((2,), 1)):
+        panel = accuracy.Panel("", {**others, **{("BKN", m): [90.0 + m, 91.0 + m] for m in sizes}})
+        own = [series for series in accuracy.chart([panel]).panels[0].series if series.label == "BKN"]
+        assert len(own) == lines
+        assert [y for series in own for y in series.y] == [90.5 + m for m in sizes]
 
 
 def test_outliers_are_told_and_themes_differ(accuracy, monkeypatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
 from kalmannorm.lab.report import axes, palette
@@ -91,6 +93,27 @@ def test_curves_agree(name):
             for y in (*series["y"], *series.get("low", ()), *series.get("high", ())):
                 assert up["low"] <= y <= up["high"]
     assert [text.get_text() for text in canvas.legends[0].get_texts()] == [label for label, *_ in page["legend"]]
+
+
+def test_hollow_markers_are_drawn():
+    """Every look, as a series of one point: a line alone would show nothing."""
+    series = [Series(f"row {look}", look, [0.0], [90.0 + look]) for look in range(palette.LOOKS)]
+    canvas, (ax,) = drawing(Curves([Lines("", series)], "m", "accuracy", ["2"], aside=True), "")
+    for legend in canvas.legends:
+        legend.remove()
+    for line in ax.get_lines():
+        line.set_visible(False)
+    empty = pixels(canvas)
+    for look, line in enumerate(ax.get_lines()):
+        line.set_visible(True)
+        assert (pixels(canvas) != empty).any(), look
+        line.set_visible(False)
+
+
+def pixels(canvas):
+    agg = FigureCanvasAgg(canvas)
+    agg.draw()
+    return np.asarray(agg.buffer_rgba()).copy()
 
 
 @pytest.mark.parametrize("name", HEATMAPS)

@@ -162,6 +162,7 @@ def _curves(canvas: Canvas, axes: list[Axes], chart: Curves) -> None:
                 marker=marker,
                 markersize=4,
                 markerfacecolor=inside,
+                markeredgecolor=colour,  # by itself it would be as transparent as the inside
                 clip_on=False,
             )
             if chart.aside:
