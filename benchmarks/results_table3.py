@@ -8,7 +8,7 @@ import statistics
 from measured import ABSENT, markdown
 from results_evidence import MODES, not_yet, round_rows
 from results_trials import NAMES, SHORT, origin_of
-from results_words import Difference, Row, Scores, bullets, compared, difference, paragraph, said, spread
+from results_words import Difference, Row, Scores, bullets, compared, difference, mean, paragraph, said, spread
 
 from kalmannorm.lab.experiments.catalogue import experiment
 from trials import table
@@ -16,12 +16,14 @@ from trials.cells import CELLS
 from trials.evidence import LONG, TABLE3, WARMUP, WIDE
 from trials.queue import read
 
+DATA = ("cifar10", "cifar100")
+
 
 def table3() -> str:
     """Both data sets."""
     if not round_rows("table3"):
         return not_yet("table3")
-    return "\n".join(text for data in ("cifar10", "cifar100") if (text := _of_data(data)))
+    return "\n".join(text for data in DATA if (text := _of_data(data)))
 
 
 BASELINE = "batch norm (128, 128)"
@@ -119,9 +121,9 @@ def _doubts(records: list[Row], told: list[str]) -> list[str]:
     commits = {row["commit"][:7] for row in records}
     if len(commits) > 1:
         text = (
-            f"The runs come from {len(commits)} commits. Between them max pooling, ReLUs, sums of gradients, means over "
-            "positions and the optimizer got other kernels with the same arithmetic. No run was repeated to compare "
-            "the commits."
+            f"The runs come from {len(commits)} commits. Between them max pooling, ReLUs, sums of gradients, means "
+            "over positions and the optimizer got other kernels with the same arithmetic. No run was repeated to "
+            "compare the commits."
         )
         doubts.append(said(text, commits <= {FIRST, "5fde5f9", "fa84e00"}))
     if FIRST in commits:
@@ -144,6 +146,7 @@ SUMMARY = (
     STANDARDIZED,
     "batch norm (128, 2)",
     "batch norm (128, 2), closing phase",
+    "batch norm (128, 2), closing phase of BKN",
     "batch renorm (128, 2)",
     "group norm",
     "group norm with standardized weights",
@@ -157,39 +160,73 @@ SUMMARY = (
 """The rows of the short table for README and guides."""
 
 
+FAIR = "batch norm (128, 2), closing phase of BKN"
+
+
 def summary() -> str:
-    """Table 3 on CIFAR-10 in short: the inferences that need no other test images."""
-    rows = {label: {mode: of_row(label, mode) for mode in ("population", "example")} for label in SUMMARY}
+    """Table 3 in short: `population` inference on both data sets."""
+    (seeds,) = {len(of_row(BASELINE, data=data)) for data in DATA}
     lines = []
-    for label, own in rows.items():
-        if not own["population"]:
-            lines.append([label, "diverged" if _ran(label) else "not run", "", ""])
-            continue
-        change = difference(own["population"], rows[BASELINE]["population"]).shown(2) if label != BASELINE else ""
-        few = "" if len(own["population"]) == 3 else f" ({len(own['population'])} seeds)"
-        shown = f"**{label}**" if label.startswith("BKN") else label
-        lines.append([shown + few, spread(own["population"]), change, spread(own["example"]) if own["example"] else ""])
-    headings = ["", "`population`", "difference", "`example`"]
+    for label in SUMMARY:
+        line = [f"**{label}**" if label.startswith("BKN") else label]
+        for data in DATA:
+            own, base = of_row(label, data=data), of_row(BASELINE, data=data)
+            few = f" ({len(own)} seeds)" if own and len(own) < seeds else ""
+            lost = "diverged" if _ran(label, data) else "not run"
+            line += [spread(own) + few if own else lost]
+            line += [difference(own, base).shown(2) if own and label != BASELINE else ""]
+        lines.append(line)
+    headings = ["", *(words for data in DATA for words in (SHORT[data], "difference"))]
     text = paragraph(
-        "CIFAR-10 and the paper's CIFAR Inception net, 30 epochs on all training images, one H200: test accuracy in %, "
-        "mean ± standard deviation over 3 seeds. (128, 2) means: an optimizer step has 128 examples, in groups of "
-        "m = 2. This corresponds to 64 devices with 2 examples each. *Difference* is that of `population` inference to "
-        "batch norm at 128, in points, over the seeds that both have. ± is half of its 95 % confidence interval."
+        "The paper's CIFAR Inception net, 30 epochs on all training images, one H200: test accuracy in %, `population` "
+        f"inference, mean ± standard deviation over {seeds} seeds. (128, 2) means: an optimizer step has 128 examples, "
+        "in groups of m = 2. This corresponds to 64 devices with 2 examples each. *Difference* is that to batch norm "
+        "at 128, in points. ± is half of its 95 % confidence interval."
     )
     shares = [f"{100 * TABLE3[label].close[0]:.0f} %" for label in (CLOSED, "batch norm (128, 2), closing phase")]
     text += "\n" + "\n".join(markdown(headings, lines, 1)) + "\n\n"
-    fair = "batch norm (128, 2), closing phase of BKN"
+    fair = [_change(FAIR, CLOSED, data) for data in DATA]
+    phase = said("below BKN", all(each.below for each in fair))
+    example = said("more", *(above_in_example(data) for data in DATA))
     told = [
         f"The closing phase of BKN begins after {shares[0]} of the training, that of batch norm after {shares[1]}, as "
-        "trials on other images chose." + ("" if _ran(fair) else " Batch norm with the phase of BKN was not run."),
-        f"{compared(CLOSED, difference(of_row(CLOSED), of_row(RECIPE)), RECIPE)}.",
+        f"trials on other images chose. With the phase of BKN, batch norm is {_listed(fair, sized=True)} points "
+        f"{phase} with it, on {_both()}.",
+        f"BKN with a closing phase has {_listed([_change(CLOSED, RECIPE, data) for data in DATA])} points against BKN "
+        f"by the recipe.",
+        f"In `example` inference, without a closing phase, BKN (128, 2) has {_in_example('BKN (128, 2)')} %, on "
+        f"average {example} than any row in `population` inference. Batch norm at 128 has {_in_example(BASELINE)} % "
+        "in `example` inference. It cannot be folded.",
         "No setting of a row was chosen by these runs. Learning rate and weight decay are the same in all of them.",
     ]
     return text + bullets(told)
 
 
-def _ran(label: str) -> bool:
-    return any(score.setting.form == TABLE3[label] for score in table.scores(round_rows("table3")))
+def _both() -> str:
+    return " and ".join(SHORT[data] for data in DATA)
+
+
+def _listed(changes: list[Difference], *, sized: bool = False) -> str:
+    return " and ".join(each.size(2) if sized else each.shown(2) for each in changes)
+
+
+def _in_example(label: str) -> str:
+    return " and ".join(spread(of_row(label, "example", data)) for data in DATA)
+
+
+def above_in_example(data: str) -> bool:
+    """Whether BKN in `example` inference has a higher mean than every row in `population` inference."""
+    best = max(mean(own) for label in SUMMARY if (own := of_row(label, data=data)))
+    return mean(of_row("BKN (128, 2)", "example", data)) > best
+
+
+def _change(label: str, other: str, data: str = "cifar10") -> Difference:
+    return difference(of_row(label, data=data), of_row(other, data=data))
+
+
+def _ran(label: str, data: str) -> bool:
+    settings = (score.setting for score in table.scores(round_rows("table3")))
+    return any(setting.cell == data and setting.form == TABLE3[label] for setting in settings)
 
 
 def of_row(label: str, mode: str = "population", data: str = "cifar10") -> Scores:
@@ -199,18 +236,18 @@ def of_row(label: str, mode: str = "population", data: str = "cifar10") -> Score
     return next((score.accuracies(mode) for score in own if score.setting.form == form), {})
 
 
-def after_long_runs(label: str, base: str = BASELINE) -> str:
-    """Difference of two rows of CIFAR-10 in `population` inference, with its number of seeds. Empty without runs."""
-    own, other = of_row(label), of_row(base)
+def after_long_runs(label: str, base: str = BASELINE, data: str = "cifar10") -> str:
+    """Difference of two rows in `population` inference, with its number of seeds. Empty without runs."""
+    own, other = of_row(label, data=data), of_row(base, data=data)
     seeds = len(set(own) & set(other))
     if not seeds:
         return ""
     return f"{difference(own, other).shown()} points ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
 
 
-def gap_after_long_runs(label: str) -> Difference:
-    """`batch` minus `population` inference of a row of CIFAR-10."""
-    return difference(of_row(label, "batch"), of_row(label))
+def gap_after_long_runs(label: str, data: str = "cifar10") -> Difference:
+    """`batch` minus `population` inference of a row."""
+    return difference(of_row(label, "batch", data), of_row(label, data=data))
 
 
 COMPARED = (
@@ -225,26 +262,47 @@ COMPARED = (
 
 
 def advice() -> list[list[str]]:
-    """A line for the table of advice: m, net and images, what was measured, what to use."""
-    base = of_row(BASELINE)
-    changes = {label: difference(own, base) for label in COMPARED if set(own := of_row(label)) & set(base)}
+    """Lines for the table of advice: m, net and images, what was measured, what to use."""
+    return [_advice(data) for data in DATA]
+
+
+def _advice(data: str) -> list[str]:
+    changes = {label: _change(label, BASELINE, data) for label in COMPARED}
     told = "; ".join(f"{label.replace(' (128, 2)', '')} {change.shown(2)}" for label, change in changes.items())
     use = said(
         "BKN with a closing phase, or one of the next four: no clear difference between them",
-        not any(difference(of_row(CLOSED), of_row(label)).above for label in COMPARED[1:5]),
-        difference(of_row(CLOSED), of_row("BKN (128, 2)")).above,
+        not any(_change(CLOSED, label, data).above for label in COMPARED[1:5]),
+        not any(_change(label, CLOSED, data).above for label in COMPARED[1:5]),
+        _change(CLOSED, "BKN (128, 2)", data).above,
     )
-    return [["2", "CIFAR Inception on CIFAR-10, 30 epochs, test", f"against batch norm at 128: {told}", use]]
+    net = f"CIFAR Inception on {SHORT[data]}, {LONG} epochs, test"
+    return ["2", net, f"against batch norm at 128: {told}", use]
 
 
 def of_recipe() -> str:
     """How the recipe does after 30 epochs."""
-    own, plain, same = (of_row(label) for label in (RECIPE, BASELINE, STANDARDIZED))
-    first, second = difference(own, plain), difference(own, same)
-    seeds = len(set(own) & set(plain))
+    plain, same = ([_change(RECIPE, other, data) for data in DATA] for other in (BASELINE, STANDARDIZED))
     return (
-        f"After {LONG} epochs of CIFAR-10 ({seeds} seeds), BKN by the recipe at m = 2 has {first.shown(2)} points "
-        f"against batch norm at 128, and {second.shown(2)} points against batch norm at 128 with standardized filters."
+        f"After {LONG} epochs of {_both()} ({_seeds(RECIPE)} seeds each), BKN by the recipe at m = 2 has "
+        f"{_listed(plain)} points against batch norm at 128, and {_listed(same)} points against batch norm at 128 with "
+        "standardized filters."
+    )
+
+
+def _seeds(label: str) -> int:
+    (count,) = {len(of_row(label, data=data)) for data in DATA}
+    return count
+
+
+def in_short() -> str:
+    """What the paper's table says, in a sentence or two."""
+    rows = ("batch norm (128, 2)", "BKN learned (128, 2)", "BKN (128, 2)", CLOSED)
+    changes = [_listed([_change(label, BASELINE, data) for data in DATA]) for label in rows]
+    return said(
+        f"In the paper's CIFAR table, after {LONG} epochs of {_both()} at m = 2 ({_seeds(CLOSED)} seeds each), plain "
+        f"batch norm has {changes[0]} points against batch norm at 128, the paper's BKN {changes[1]}, ours "
+        f"{changes[2]}, and with a closing phase {changes[3]}.",
+        *(not _change(CLOSED, BASELINE, data).below for data in DATA),
     )
 
 

@@ -29,7 +29,6 @@ from kalmannorm.lab.report.charts import Curves, Lines, Series
 
 sys.path.append(str(ROOT))
 from trials import chosen, table
-from trials.cells import CELLS
 from trials.chosen import LAB, LABELS
 from trials.evidence import SINGLE
 

@@ -15,15 +15,14 @@ import pytest
 import results_evidence
 import results_table3
 from measured import ROOT
-from results_words import difference, signed
+from results_words import Difference, difference, signed
 from scipy import stats
 
 from kalmannorm.lab.experiments import planning
 from kalmannorm.lab.experiments.catalogue import experiment
 from kalmannorm.lab.experiments.planning import Wanted, plan
 from kalmannorm.lab.recipes.recipe import Execution
-from trials import chosen, evidence, table
-from trials.evidence import TABLE3
+from trials import evidence
 
 EXECUTION = Execution(device="cpu")
 
@@ -102,6 +101,12 @@ def test_the_first_page_tells_accuracy_against_m():
     closed = [[f"{found['BKN, closing phase', m]:.1f} %" for m in (2, 1)] for found in (first, second)]
     told = "has {} and {} at m = 2 and 1 with the first net, and {} and {} with the second (one seed)"
     assert told.format(*closed[0], *closed[1]) in text("docs/index.md")
+    third = results_evidence.tested("tiny100")
+    told = "batch norm has {:.1f} %, {:.1f} % and {:.1f} %, ".format(*(third["groups", m] for m in (128, 2, 1)))
+    told += "and BKN by [the recipe](recipe.md) {:.1f} % and {:.1f} % at".format(
+        *(third["BKN, recipe", m] for m in (2, 1))
+    )
+    assert told in text("docs/index.md")
 
 
 def test_how_near_group_norm_with_standardized_weights_is():
@@ -109,38 +114,41 @@ def test_how_near_group_norm_with_standardized_weights_is():
         found["BKN, closing phase", 2] - found["standardized", 1]
         for found in (results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32"))
     ]
-    rows = [row for row in chosen.evidence() if row["round"] == "table3" and row["cell"] == "cifar10"]
-    names = ("group norm with standardized weights", "BKN (128, 2), closing phase")
-    long = {score.setting.form: score.accuracies("population") for score in table.scores(rows)}
-    ws, bkn = (long[TABLE3[name]] for name in names)
-    change = difference(ws, bkn)
-    assert change.half is None and change.points > 0
+    rows = ("group norm with standardized weights", results_table3.CLOSED)
+    first, second = (
+        difference(*(results_table3.of_row(label, data=data) for label in rows)) for data in results_table3.DATA
+    )
     told = (
         f"it was {below[0]:.1f} points below BKN at m = 2 with a closing phase with CIFAR Inception, and "
         f"{below[1]:.1f} points with ResNet-32. All of these have one seed. After [30 "
-        f"epochs](results.md#the-papers-cifar-table) with CIFAR Inception it was {change.size()} points above it "
-        f"({len(ws)} seeds)."
+        f"epochs](results.md#the-papers-cifar-table) with CIFAR Inception it had {first.shown(2)} points against "
+        f"BKN on CIFAR-10 and {second.shown(2)} on CIFAR-100 (3 seeds)."
     )
     assert told in text("docs/should-i-use-it.md")
 
 
 def test_what_pages_say_of_30_epochs():
-    closed, recipe, plain = (
-        results_table3.of_row(f"BKN (128, 2){name}") for name in (", closing phase", ", recipe", "")
-    )
-    example = results_table3.of_row("BKN (128, 2)", "example")
-    base, same = results_table3.of_row(results_table3.BASELINE), results_table3.of_row(results_table3.STANDARDIZED)
-    change = difference(example, closed)
-    assert change.above
-    told = f"was {change.size(2)} points better than `population` after "
-    assert all(told in " ".join(text(page).split()) for page in ("README.md", "docs/inference.md"))
+    """On CIFAR-10 and CIFAR-100."""
+
+    def change(own: str, other: str, modes: tuple[str, str] = ("population", "population")) -> list[Difference]:
+        labels = zip((own, other), modes, strict=True)
+        both = [[results_table3.of_row(label, mode, data) for data in results_table3.DATA] for label, mode in labels]
+        return [difference(*rows) for rows in zip(*both, strict=True)]
+
+    plain, closed, recipe = "BKN (128, 2)", results_table3.CLOSED, results_table3.RECIPE
+    first, second = (each.shown(2) for each in change(plain, closed, ("example", "population")))
+    for page in ("README.md", "docs/inference.md"):
+        assert f"had {first} and {second} points against `population` after " in " ".join(text(page).split())
     deciding = " ".join(text("docs/should-i-use-it.md").split())
-    change = difference(recipe, base)
-    assert f"After 30 epochs of CIFAR-10 it was {change.size(2)} points above it" in deciding and change.above
-    assert difference(recipe, same).open, "could not be told from batch norm at 128 with standardized filters"
-    moving = results_table3.of_row("Moving Average Batch Norm (128, 2)")
-    assert all(difference(own, moving).open for own in (closed, recipe, plain)), "could not be told from BKN"
-    assert difference(recipe, closed).open, "about equal to a later closing phase"
+    first, second = (each.shown(2) for each in change(recipe, results_table3.BASELINE))
+    assert f"After 30 epochs of CIFAR-10 and CIFAR-100 it had {first} and {second} points against it" in deciding
+    same = change(recipe, results_table3.STANDARDIZED)
+    assert all(each.open for each in same), "could not be told from batch norm at 128 with standardized filters"
+    moving = [each for own in (plain, closed, recipe) for each in change(own, "Moving Average Batch Norm (128, 2)")]
+    assert all(each.open for each in moving), "could not be told from BKN"
+    assert all(each.open for each in change(recipe, closed)), "about equal to a later closing phase"
+    groups = change(recipe, "batch norm (128, 2), recipe")
+    assert all(each.open for each in groups), "batch norm on groups could not be told from BKN"
 
 
 def test_the_reasons_of_the_defaults():
@@ -151,8 +159,14 @@ def test_the_reasons_of_the_defaults():
         f"has {difference(weights, learned).shown()} points against `learned` at m = 2 after 8 epochs (3 seeds), and "
     )
     assert told + long.replace(" (", " after 30 (") in page
-    example = difference(*(results_table3.of_row("BKN (128, 2)", mode) for mode in ("example", "population")))
-    assert f"on CIFAR-10 at m = 2 by {example.size()} points after 30 epochs (3 seeds" in page and example.above
+    long = results_table3.after_long_runs("BKN (128, 2)", "BKN learned (128, 2)", "cifar100").replace(" points", "")
+    assert f"On CIFAR-100 it has {long.replace(' (', ' after 30 (')}" in page
+    first, second = (
+        difference(*(results_table3.of_row("BKN (128, 2)", mode, data) for mode in ("example", "population")))
+        for data in results_table3.DATA
+    )
+    told = f"on CIFAR-10 and CIFAR-100 at m = 2 by {first.size()} and {second.size()} points after 30 epochs (3 seeds"
+    assert told in page and first.above and second.above
     nets = [results_evidence.tested("cifar10"), results_evidence.tested("cifar10-resnet32")]
     ahead = {m: [found["BKN", m] - found["BKN learned", m] for found in nets] for m in (128, 32, 8, 2, 1)}
     two, one = (" and ".join(signed(each) for each in ahead[m]) for m in (2, 1))
@@ -426,7 +440,7 @@ def test_what_the_page_for_deciding_says_of_the_recipe():
     assert all(abs(groups[cell][0]) < groups[cell][1] for cell in ("cifar10", "tiny100"))
     assert groups["cifar100"][0] > groups["cifar100"][1]
     told = f"on CIFAR-100 it was {groups['cifar100'][0]:.1f} points below BKN"
-    assert f"On Tiny-ImageNet and CIFAR-10 it could not be told from BKN, and {told} (5 seeds)" in page
+    assert f"On Tiny-ImageNet and CIFAR-10 it could not be told from BKN, and {told} (15 epochs, 5 seeds)" in page
     assert "on two of three data sets we could not tell it from BKN" in text("README.md")
 
 
