@@ -24,6 +24,7 @@ from measured import ROOT, placed
 from results_advice import of_rates, when
 from results_early import early_table
 from results_lab import above, cifar, digits
+from results_reproduced import reproduced
 from results_small import small_rates
 from results_words import bullets, difference, mean, paragraph, said, signed
 
@@ -294,6 +295,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "digits": lab.digits_table,
     "CIFAR-10": lab.cifar_table,
     "table 3": table3.table3,
+    "reproduced": reproduced,
     "settings": evidence.settings,
     "ablations": evidence.ablations,
     "ablations on digits": evidence.ablations_on_digits,

@@ -57,7 +57,7 @@ def test_every_table_names_its_seeds_and_its_origin(block):
     assert (
         re.search(r"torch \d", text)
         and re.search(r"\b[0-9a-f]{7}\b", text)
-        and "`python " in text.replace("`kalmannorm compare", "`python ")
+        and re.search(r"`(python|kalmannorm (compare|reproduce)) ", text)
     )
     assert re.search(r"\bn\b|\(n\)|n = \d|by seed", text) or block == "ideas"  # its runs have seed 0, as the page says
 
