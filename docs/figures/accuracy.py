@@ -8,7 +8,6 @@ of CIFAR-10. `missing` says what has no record yet.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -120,28 +119,32 @@ def lowest(panel: Panel) -> float:
 
 
 def series(panel: Panel, names: list[str], looks: Mapping[str, int]) -> list[Series]:
-    """One for each method. Two sizes say nothing about those between them: then each of them is a line of its own."""
+    """One for each method. A line joins neighbouring sizes of the panel only.
+
+    Otherwise it would hide a training between them that diverged, was not run, or is below the panel.
+    """
     made = []
     for name in LABELS:
         own = {m: scores for (method, m), scores in panel.scores.items() if method == name}
         if 0 in own:
             own = dict.fromkeys(panel.sizes, own[0])
-        kept = {m: scores for m, scores in sorted(own.items()) if statistics.fmean(scores) >= lowest(panel)}
-        places = [names.index(str(m)) for m in sorted(own)]
-        joined = len(own) > 2 or [b - a for a, b in itertools.pairwise(places)] == [1]
-        parts = [kept] if joined else [{m: scores} for m, scores in kept.items()]
-        for part in parts:
-            if part:
-                made.append(
-                    Series(
-                        LABELS[name],
-                        looks[name],
-                        [float(names.index(str(m))) for m in part],
-                        [statistics.fmean(scores) for scores in part.values()],
-                        [statistics.stdev(scores) if len(scores) > 1 else None for scores in part.values()],
-                        [len(scores) for scores in part.values()],
-                    )
+        lines: list[list[int]] = [[]]
+        for m in panel.sizes:
+            if m in own and statistics.fmean(own[m]) >= lowest(panel):
+                lines[-1].append(m)
+            else:
+                lines.append([])
+        for sizes in filter(None, lines):
+            made.append(
+                Series(
+                    LABELS[name],
+                    looks[name],
+                    [float(names.index(str(m))) for m in sizes],
+                    [statistics.fmean(own[m]) for m in sizes],
+                    [statistics.stdev(own[m]) if len(own[m]) > 1 else None for m in sizes],
+                    [len(own[m]) for m in sizes],
                 )
+            )
     return made
 
 

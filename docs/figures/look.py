@@ -67,7 +67,7 @@ def _number(text: str) -> float | str | None:
 
 
 def digest(names: tuple[str, ...]) -> str:
-    """Of the records that a figure shows. It is stored in the figure, so a test sees that the figure is old."""
+    """Of the files that a figure is made from. It is stored in the figure, so a test sees that the figure is old."""
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in names)).hexdigest()[:16]
 
 

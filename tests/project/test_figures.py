@@ -76,14 +76,14 @@ def draw():
     sys.path.remove(str(FIGURES))
 
 
-def test_every_figure_is_drawn_from_its_records(draw):
-    """A figure names the digest of its records. If this fails, run make figures."""
+def test_every_figure_is_drawn_from_its_sources(draw):
+    """A figure names the digest of its records and its module. If this fails, run make figures."""
     drawn = {path.name for path in FIGURES.glob("*.svg")}
     assert drawn == {f"{name}-{theme}.svg" for name in draw.PICTURES for theme in ("light", "dark")}
     for name, picture in draw.PICTURES.items():
         for theme in ("light", "dark"):
             text = (FIGURES / f"{name}-{theme}.svg").read_text(encoding="utf-8")
-            assert re.search(r"records (\w+)", text)[1] == draw.digest(picture.RECORDS), name
+            assert re.search(r"sources (\w+)", text)[1] == draw.digest(draw.sources(picture)), name
 
 
 def test_the_script_draws_into_a_folder(draw, tmp_path):
@@ -130,14 +130,18 @@ def test_accuracy_shows_the_best_setting_on_held_out_images(accuracy):
     assert accuracy.of_trials("cifar10", rows).scores == {("BKN", 2): [70.0]}, "a diverged run is not chosen"
 
 
-def test_a_line_hides_no_size_between_its_two_points(accuracy):
-    """Unless it has a third point."""
+def test_a_line_joins_neighbouring_sizes_only(accuracy):
+    """A training between them may have diverged, or be below the panel."""
     others = {("groups", m): [90.0 + m] for m in (1, 2, 4)}
     for sizes, lines in (((1, 2), 1), ((1, 4), 2), ((1, 2, 4), 1), ((2,), 1)):
         panel = accuracy.Panel("", {**others, **{("BKN", m): [90.0 + m, 91.0 + m] for m in sizes}})
         own = [series for series in accuracy.chart([panel]).panels[0].series if series.label == "BKN"]
         assert len(own) == lines
         assert [y for series in own for y in series.y] == [90.5 + m for m in sizes]
+    scores = {("BKN", m): [90.0 + m / 10] for m in (1, 2, 4, 8)} | {("groups", m): [89.0] for m in (1, 4, 8)}
+    panel = accuracy.Panel("", {**scores, ("groups", 2): [20.0]})
+    own = [series for series in accuracy.chart([panel]).panels[0].series if series.label == "batch norm"]
+    assert [list(series.x) for series in own] == [[0.0], [2.0, 3.0]]
 
 
 def test_outliers_are_told_and_themes_differ(accuracy, monkeypatch):
