@@ -387,11 +387,12 @@ def _reached(score: Score, target: float | None) -> str:
     return "not reached" if step is None else f"{step:,} of {_curve(score)[-1][0]:,}"
 
 
-def diverged(kind: str) -> tuple[int, int]:
-    """Of the runs of a norm with plain filters and a closing phase: how many diverged, and how many there are."""
+def diverged(kind: str, close: tuple[float, float]) -> tuple[int, int]:
+    """Of the runs of a norm with plain filters and this closing phase: how many diverged, and how many there are."""
     own = [row for name in ("sizes", "table3") for row in round_rows(name)]
     own = [row for row in own if row["form"]["kind"] == kind and row["form"]["closing"]]
     own = [row for row in own if row["form"].get("filters", "plain") == "plain"]
+    own = [row for row in own if tuple(row["form"]["close"]) == close]
     return sum(row["loss"] is None for row in own), len(own)
 
 

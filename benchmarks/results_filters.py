@@ -316,9 +316,12 @@ def data_sets(own: list[str]) -> str:
     return "one data set" if len(own) == 1 else f"{len(own)} data sets"
 
 
-def overview(shown: list[str]) -> list[str]:
-    """A small table: a column for each cell. Larger groups are left out until they were run."""
-    control = "batch norm, m = {m}, with the filters and the phase of the recipe"
+def overview(shown: list[str], *, short: bool = False) -> list[str]:
+    """A small table: a column for each cell. Larger groups are left out until they were run.
+
+    `short`: without forms that were given up or not run.
+    """
+    control = "batch norm on groups of {m}, by the recipe"
     forms = {"batch norm at 128": Form(kind="batch"), "batch norm at 128, standardized filters": STANDARDIZED}
     forms |= {f"**BKN by the recipe, m = {m}**": form for m, form in RECIPE.items()}
     forms |= {"BKN by the first recipe, m = 1 (gain from 0.5)": USUAL_GAIN[1], control.format(m=2): GROUPS}
@@ -326,6 +329,8 @@ def overview(shown: list[str]) -> list[str]:
     forms |= {control.format(m=m): form for m, form in ran.items()}
     forms |= {f"Moving Average Batch Norm, m = {m}": Form(kind="moving", m=m) for m in RECIPE}
     lines = [[words, *(_overview(cell, form) for cell in shown)] for words, form in forms.items()]
+    if short:
+        lines = [line for line in lines if "first recipe" not in line[0] and set(line[1:]) != {"not run"}]
     return markdown(["", *(NAMES[cell] for cell in shown)], lines, 1)
 
 
@@ -351,7 +356,7 @@ def comparisons() -> str:
                 found.setdefault(f"m = {m}, minus batch norm at 128, {words} filters", {})[cell] = each
         grouped = others(cell, 2).get(GROUPED)
         if grouped is not None:
-            words = "m = 2, minus batch norm at m = 2 with the filters and the phase of the recipe"
+            words = "m = 2, minus batch norm on groups of 2, by the recipe"
             found.setdefault(words, {})[cell] = Difference(-grouped.points, grouped.half)
     if not found:
         return ""
@@ -361,6 +366,27 @@ def comparisons() -> str:
         for words, row in sorted(found.items(), key=lambda each: each[0][:5], reverse=True)
     ]
     return "\n".join(markdown(["BKN by the recipe, points", *(SHORT[cell] for cell in known)], rows, 1)) + "\n"
+
+
+def beside_others() -> list[str]:
+    """The differences of `comparisons` to norms of the same filters, as sentences."""
+    shown = cells(test=True)
+    same = {cell: differences(cell, "standardized") for cell in shown}
+    told = [
+        f"{listed({cell: same[cell][m] for cell in shown})} points at m = {m}"
+        for m in RECIPE
+        if all(m in own for own in same.values())
+    ]
+    grouped = {cell: others(cell, 2).get(GROUPED) for cell in shown}
+    known = {cell: Difference(-each.points, each.half) for cell, each in grouped.items() if each is not None}
+    sentences = []
+    if told:
+        sentences.append(
+            f"Against batch norm at 128 with the same filters, BKN by the recipe has {', and '.join(told)}."
+        )
+    if known:
+        sentences.append(f"Against batch norm on groups of 2 by the recipe it has {listed(known)} points.")
+    return sentences
 
 
 def listed(found: dict[str, Difference]) -> str:

@@ -22,9 +22,11 @@ from kalmannorm.lab.experiments import planning
 from kalmannorm.lab.experiments.catalogue import experiment
 from kalmannorm.lab.experiments.planning import Wanted, plan
 from kalmannorm.lab.recipes.recipe import Execution
-from trials import evidence
+from trials import chosen, evidence
 
 EXECUTION = Execution(device="cpu")
+EXAMPLE = "tiny100 | kalman m=2 | seed=0"
+"""BKN without a closing phase."""
 
 
 def text(name: str) -> str:
@@ -107,6 +109,8 @@ def test_the_first_page_tells_accuracy_against_m():
         *(third["BKN, recipe", m] for m in (2, 1))
     )
     assert told in text("docs/index.md")
+    told = "without priors, has {:.1f} % and {:.1f} % (one seed)".format(*(third["groups, recipe", m] for m in (2, 1)))
+    assert told in text("docs/index.md")
 
 
 def test_how_near_group_norm_with_standardized_weights_is():
@@ -149,6 +153,23 @@ def test_what_pages_say_of_30_epochs():
     assert all(each.open for each in change(recipe, closed)), "about equal to a later closing phase"
     groups = change(recipe, "batch norm (128, 2), recipe")
     assert all(each.open for each in groups), "batch norm on groups could not be told from BKN"
+    first, second = (each.shown(2) for each in groups)
+    assert f"BKN had {first} points against it on CIFAR-10, and {second} on CIFAR-100" in deciding
+    above = change("group norm with standardized weights", recipe)[0]
+    assert f"On CIFAR-10 it was {above.size(2)} points above BKN by the recipe" in deciding and above.above
+
+
+def test_what_pages_say_of_tiny_imagenet():
+    (row,) = (row for row in chosen.evidence() if row["round"] == "sizes" and row["key"].startswith(EXAMPLE))
+    found = results_evidence.tested("tiny100")
+    told = (
+        f"On Tiny-ImageNet it had {row['tested']['example']:.1f} %, `population` after a phase "
+        f"{found['BKN, closing phase', 2]:.1f} %, and by the recipe {found['BKN, recipe', 2]:.1f} %"
+    )
+    assert told in text("README.md") and told in text("docs/inference.md")
+    below = found["groups", 8] - found["BKN, closing phase", 8]
+    told = f"and with a closing phase on Tiny-ImageNet {below:.1f} below (one seed)"
+    assert told in text("README.md") and told in text("docs/should-i-use-it.md")
 
 
 def test_the_reasons_of_the_defaults():
@@ -411,9 +432,10 @@ def test_the_figures_of_the_recipe(cell):
         assert f"m = {m} | 5 | {mean} ± " in text("docs/recipe.md") and told in text("docs/recipe.md")
         for filters, base in batch_norm(cell).items():
             row = re.escape(f"| m = {m}, minus batch norm at 128, {filters} filters |") + "([^|]*)\\|" * 3
-            for page in ("README.md", "docs/results.md"):
-                found = re.search(row, text(page))
-                assert found is not None and found[1 + column].strip() == shown(*below(own, base))
+            found = re.search(row, text("docs/results.md"))
+            told = shown(*below(own, base))
+            assert found is not None and found[1 + column].strip() == told
+            assert filters == "plain" or f"{told} ({CELLS[cell]})" in text("README.md")
 
 
 def test_what_the_page_for_deciding_says_of_the_recipe():

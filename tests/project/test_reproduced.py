@@ -49,7 +49,7 @@ def test_rows_of_the_lab_are_those_of_the_trials():
 
 
 def test_what_chance_explains():
-    deviation, freedom = results_reproduced.scatter("cifar10")
+    deviation, freedom = results_reproduced.scatter("cifar10", results_table3.TABLE3)
     rows = [results_table3.of_row(label) for label in results_table3.TABLE3]
     away = [score - statistics.fmean(own.values()) for own in rows if own for score in own.values()]
     assert freedom == len(away) - sum(map(bool, rows))
@@ -76,7 +76,8 @@ def test_the_table_of_the_lab(monkeypatch, points, within):
     monkeypatch.setattr(results_reproduced, "read", lambda name: own)
     text = results_reproduced.reproduced()
     (line,) = re.findall(r"^\| BKN \(128, 2\) \|.*", text, re.MULTILINE)
-    deviation, freedom = results_reproduced.scatter("cifar10")
+    deviation, freedom = statistics.stdev(trials.values()), len(trials) - 1
     half = stats.t.ppf(0.975, freedom) * deviation * (1 / 2 + 1 / len(trials)) ** 0.5
     assert f"| 2 and {len(trials)} |" in line and f"| ±{half:.2f} | 0.062 |" in line
-    assert f"{within} of 1 differences are within it" in text
+    assert f"{within} of 1 differences {'is' if within else 'are'} within it" in text
+    assert ("it is open whether lab and trials agree" in text) != within

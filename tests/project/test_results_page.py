@@ -541,16 +541,18 @@ def test_the_readme_has_every_run_in_its_table(with_confirmed):
     )
     cells = {line[0]: line[1] for line in lines}
     assert [name for name, cell in cells.items() if cell == "not run"] == list(cells)[1:2] + list(cells)[4:]
-    assert not any("m = 4" in name for name in cells)
+    assert not any("groups of 4" in name for name in cells)
     runs = [run for run in runs_of("tiny100") if run.form != STANDARDIZED or run.seed < 4]
     with_confirmed(runs, likely(batch=3.0))
     cells = {line[0]: line[1] for line in table_of(results_page.of_recipe(), "|  | ResNet-18")[1]}
     assert re.fullmatch(
         r"64\.\d \(\+[23]\.\d\d ± \d\.\d\d; 4 seeds\)", cells["batch norm at 128, standardized filters"]
     )
-    assert "not run" not in cells.values() and any("m = 8" in name for name in cells)
+    assert "not run" not in cells.values() and any("groups of 8" in name for name in cells)
     with_confirmed(runs, likely(), loss=None)
     assert table_of(results_page.of_recipe(), "|  | ResNet-18")[1][-1][1] == "diverged"
+    short = {line[0] for line in table_of(results_page.of_recipe(short=True), "|  | ResNet-18")[1]}
+    assert set(cells) - short == {"BKN by the first recipe, m = 1 (gain from 0.5)"}
 
 
 def test_a_cell_without_held_out_images_says_nothing_of_them(with_confirmed):
@@ -570,7 +572,7 @@ def test_what_is_said_of_all_data_sets_follows_the_runs(with_confirmed):
     assert headings[1:] == ["Tiny-ImageNet", "CIFAR-10", "CIFAR-100"] and len(lines) == 5
     assert all(re.fullmatch(r"[+−]?[\d.]+ ± [\d.]+", cell) for line in lines for cell in line[1:])
     assert lines[0][0] == "m = 2, minus batch norm at 128, plain filters" and lines[0][3].startswith("−2.")
-    (grouped,) = (line for line in lines if "of the recipe" in line[0])
+    (grouped,) = (line for line in lines if "by the recipe" in line[0])
     assert re.match(r"−[23]\.", grouped[3]), "BKN minus groups, not groups minus BKN"
     assert results_filters.without_prior() == []
     assert results_filters.changed_gain() == "", "the new gain is as far below"
