@@ -46,10 +46,11 @@ from kalmannorm.lab.recipes.presets import preset
 from kalmannorm.lab.recipes.recipe import Execution
 from kalmannorm.lab.recipes.setting import Setting
 from kalmannorm.lab.training.loading import load_run
-from kalmannorm_command.demo import CHANGES, METHODS, SETTINGS
+from kalmannorm_command.demo import CHANGES, cells_of
 
 RECORDS = Path(__file__).parent / "records"
-NAMES = {"bn": "BN", "brn": "BRN", "gn": "GN", "bkn": "BKN weights", "bkn-learned": "BKN learned"}
+NAMES = {"bn": "BN", "brn": "BRN", "gn": "GN", "bkn": "BKN weights", "bkn-learned": "BKN learned", "mabn": "MABN"}
+NAMES |= {"bn-ws": "BN, recipe", "bkn-ws": "BKN, recipe"}
 SIZES = (64, 32, 8, 4, 2, 1)
 LARGE_BATCH = 896  # whole groups of every size, of the 901 training images
 SHOWN_LAYER, SHOWN_SIZE = 3, 2
@@ -188,8 +189,7 @@ def write(name: str, records: Iterable[Record]) -> None:
 
 
 def measure_digits() -> None:
-    cells = grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], range(5), CHANGES)
-    runs = run_cells(cells, Path("runs/figures"), Execution(device="cpu", tensorboard=False))
+    runs = run_cells(cells_of(5), Path("runs/figures"), Execution(device="cpu", tensorboard=False))
     write("accuracy.jsonl", map(accuracy, runs))
 
 

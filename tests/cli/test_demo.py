@@ -12,12 +12,13 @@ import pytest
 from kalmannorm.lab import report
 from kalmannorm.lab.comparing import compare
 from kalmannorm.lab.comparing.compare import FailedCellsError
+from kalmannorm.lab.experiments.catalogue import RECIPE
 from kalmannorm.lab.files.records import Run
 from kalmannorm_command import demo as command
 from kalmannorm_command.app import run
 from support.lab_runs import find_runs
 
-METHODS, SETTINGS = command.METHODS, command.SETTINGS
+METHODS, SETTINGS, EXTRA = command.METHODS, command.SETTINGS, command.EXTRA
 
 
 def called(*arguments: str) -> tuple[int, str, str]:
@@ -34,6 +35,7 @@ def small_demo(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "METHODS", ("bn", "bkn"))
         patch.setattr(command, "SETTINGS", ((64, 64), (64, 1)))
+        patch.setattr(command, "EXTRA", {key: own for key, own in command.EXTRA.items() if key == ("bkn-ws", 1)})
         patch.setattr(command, "CHANGES", {**command.CHANGES, "epochs": 6.0})
         status, out, err = called("demo", "--out", str(folder), "--seeds", "1")
         assert status == 0, err
@@ -49,6 +51,7 @@ def test_batch_norm_fails_at_one_example_and_bkn_holds(small_demo):
     assert accuracy(folder, "bn", 64) > 95 and accuracy(folder, "bkn", 64) > 95
     assert accuracy(folder, "bn", 1) < accuracy(folder, "bn", 64) - 10
     assert accuracy(folder, "bkn", 1) > accuracy(folder, "bkn", 64) - 5
+    assert accuracy(folder, "bkn-ws", 1) > accuracy(folder, "bkn", 64) - 5, "the recipe"
 
 
 def test_it_ends_with_what_these_runs_show_and_names_the_page(small_demo):
@@ -75,14 +78,23 @@ def test_a_second_call_keeps_everything(small_demo, monkeypatch):
     results = {run.folder: (run.folder / "result.json").stat().st_mtime_ns for run in find_runs(folder)}
     status, again, err = called("demo", "--out", str(folder), "--seeds", "1")
     assert status == 0
-    assert "all 4 runs are already finished" in err
+    assert "all 5 runs are already finished" in err
     assert again == out
     assert results == {run.folder: (run.folder / "result.json").stat().st_mtime_ns for run in find_runs(folder)}
 
 
-def test_the_demo_compares_what_the_issue_asks():
+def test_the_demo_compares_what_the_issue_asks(monkeypatch):
+    for name, own in (("METHODS", METHODS), ("SETTINGS", SETTINGS), ("EXTRA", EXTRA)):
+        monkeypatch.setattr(command, name, own)  # the small demo changes them
     assert {"bn", "brn", "gn", "bkn"} <= set(METHODS)
     assert SETTINGS == ((64, 64), (64, 2), (64, 1))
+    cells = dict(command.cells_of(2))
+    assert len(cells) == 38 and [recipe.seed for recipe in cells.values()] == [0] * 19 + [1] * 19
+    recipe = cells["digits-net-bkn-ws-64x1-s0"]
+    assert (recipe.closing_start, recipe.closing_end) == RECIPE and recipe.fade_prior and recipe.gain == 0.1
+    assert cells["digits-net-bkn-ws-64x2-s1"].gain is None
+    assert cells["digits-net-bn-ws-64x2-s0"].closing_end == RECIPE[1]
+    assert cells["digits-net-bn-64x2-s0"].closing_start is None
 
 
 def unwritten(folders, page, **options):

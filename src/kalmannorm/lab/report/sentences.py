@@ -125,11 +125,26 @@ def _falls(comparison: Comparison) -> list[str]:
     return told
 
 
+def _shipped(comparison: Comparison, variant: Variant) -> list[str]:
+    """The ways of inference in which a reader may ship this row.
+
+    In `batch` mode the result of an image depends on others. A net with a closing phase is trained for population mode.
+    """
+    closed = any(
+        run.run.recipe.closing_start is not None
+        for (own, _), runs in comparison.cells.items()
+        if own == variant
+        for run in runs
+    )
+    return [mode for mode in comparison.modes if mode == "population" or not (closed or mode == "batch")]
+
+
 def _gaps(comparison: Comparison, baseline: Variant, filters: Sequence[Variant], setting: Setting) -> list[_Gap]:
     found = []
-    for mode in comparison.modes:
+    for mode in _shipped(comparison, baseline):
         one = _change(comparison, baseline, setting, mode)
-        others = [_change(comparison, variant, setting, mode) for variant in filters]
+        able = [variant for variant in filters if mode in _shipped(comparison, variant)]
+        others = [_change(comparison, variant, setting, mode) for variant in able]
         found += [_Gap(mode, one, other) for other in others if one is not None and other is not None]
     return found
 
@@ -169,14 +184,14 @@ def _story(gap: _Gap, among: int = 1) -> str:
 
 
 def _best(comparison: Comparison) -> list[str]:
-    """The best of all methods and ways of inference at the smallest statistics batch, and the second best."""
+    """The best at the smallest statistics batch, of all methods and ways of inference to ship, and the second best."""
     if not comparison.settings:
         return []
     setting = comparison.settings[-1]
     cells = [
         (value, variant, mode)
         for variant in comparison.alike
-        for mode in comparison.modes
+        for mode in _shipped(comparison, variant)
         if (value := _sound(comparison, variant, setting, mode)) is not None
     ]
     if len({variant for _, variant, _ in cells}) < 2:
