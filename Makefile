@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help install demo test test-all lint pythons unit unit-all bench attack deploy-check families figures docs dist clean
 
 help:
-	@echo "make demo     install, then compare BN, BRN, GN and BKN at micro-batch on real digits (about 4 minutes on two cores)"
+	@echo "make demo     install, then compare batch norm, BKN, the recipe and other norms on digits (about 5 minutes on two cores)"
 	@echo "make test     install, lint, type-check, test (about 20 minutes on two cores)"
 	@echo "make test-all  the same with the wide sweeps"
 	@echo "make pythons  resolve all extras and check types for Python $(PYTHONS); installs and runs nothing there"

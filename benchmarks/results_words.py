@@ -109,7 +109,7 @@ def bullets(sentences: Iterable[str]) -> str:
 
 def origin(rows: Sequence[Row], record: str, commands: Iterable[str] = ()) -> str:
     """Hardware, versions, commits, commands and the record of some rows."""
-    machines = dict.fromkeys(row["hardware"] for row in rows)
+    machines = dict.fromkeys(row["hardware"].replace("x86_64", "64-bit x86") for row in rows)
     torches = dict.fromkeys(row["torch"].split("+")[0] for row in rows)
     commits = dict.fromkeys(row["commit"][:7] for row in rows)
     told = list(dict.fromkeys(commands)) or list(dict.fromkeys(row["command"] for row in rows))

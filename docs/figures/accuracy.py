@@ -48,6 +48,9 @@ LAB_METHODS = {
     "BRN": "renorm",
     "GN": "group",
     "GN warmed up": "group",
+    "BKN, recipe": "BKN, recipe",
+    "BN, recipe": "groups, recipe",
+    "MABN": "moving",
 }
 TITLES = {
     "cifar10": "CIFAR Inception on CIFAR-10",
