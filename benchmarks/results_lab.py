@@ -142,7 +142,8 @@ def digits_table() -> str:
     text += paragraph(
         f"Seeds 0 to 2 come from the first command, at m = {', '.join(map(str, sizes))}. Seeds 3 and 4, and all "
         "seeds of the rows with fewer columns, come from the second, at m = 64, 2 and 1. To repeat a row on two CPU "
-        f"cores, run the second command: its {len(read(DIGITS))} runs take about {repeat:.0f} minutes. It writes the record again."
+        f"cores, run the second command: its {len(read(DIGITS))} runs take about {repeat:.0f} minutes. It writes the "
+        "record again."
     )
     one = [row for row in read(BY_SIZE) if row["statistics_batch"] == 1 and row["method"] in ("BN", "BKN weights")]
     assert sorted(row["seed"] for row in one) == [0, 0, 1, 1, 2, 2], "the seeds of the command"
