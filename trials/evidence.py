@@ -230,8 +230,8 @@ def _queue() -> list[tuple[str, Run]]:
     parts = [
         ("table3", narrow),
         ("sizes", small),
-        ("ablations", [run for run in ABLATION_RUNS if run.seed == 0]),
         ("settings", SETTING_RUNS),
+        ("ablations", [run for run in ABLATION_RUNS if run.seed == 0]),
         ("sizes", SIZE_RUNS),
         ("rates", RATE_RUNS),
         ("seeds", SEED_RUNS),
