@@ -2,18 +2,24 @@
 queue, and the scoreboard."""
 
 import argparse
+import contextlib
 import copy
 import csv
 import dataclasses
 import json
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import kalmannorm
+from kalmannorm.lab.data.resident import crop_and_flip
+from kalmannorm.lab.recipes.recipe import Execution, Recipe
+from kalmannorm.lab.training.optimizer import learning_rate, optimizer_of, set_learning_rate
+from kalmannorm.lab.training.step import Step
 from support.wide import narrow
 from trials import __main__ as command
 from trials import early, pack, queue, table, timing, training
@@ -139,6 +145,46 @@ def test_norms_that_do_not_see_brightness_train(form):
     train([training])
     assert math.isfinite(training.loss())
     assert all(not torch.equal(p, old) for p, old in zip(training.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(kind="ghost", m=16),
+        Form(kind="kalman", m=2, transition="learned"),
+        Form(kind="kalman", m=2, closing=True, means="average", close=(0.3, 0.6)),
+    ],
+    ids=lambda form: form.name,
+)
+def test_a_training_is_that_of_the_lab(form):
+    """The lab's step, optimizer and learning rate, on the same images: `kalmannorm reproduce` trains what rounds do."""
+    training = made_up(form, epochs=4)
+    torch.manual_seed(training.run.seed)
+    model = net().to(memory_format=torch.channels_last)
+    phase = form.apply(model, training.data.prepared(training.data.train[:4]), training.steps)
+    recipe = Recipe(
+        gradient_batch=16, statistics_batch=form.m, learning_rate=training.rate, weight_decay=training.decay,
+        schedule="linear", momentum=MOMENTUM,
+    )  # fmt: skip
+    optimizer = optimizer_of(model, recipe)
+    alone = SimpleNamespace(
+        world_size=1, backward=lambda loss: loss.backward(), no_backward_sync=lambda *_, **__: contextlib.nullcontext()
+    )
+    step = Step(alone, model, recipe, Execution(device="cpu"))
+    for at, (chosen, moves) in enumerate(zip(training.order, training.moves, strict=True)):
+        images = training.data.prepared(training.data.train[chosen])
+        set_learning_rate(optimizer, learning_rate(recipe, at, training.steps, 0))
+        step(crop_and_flip(images, moves.long(), training.cell.padding), training.data.train_labels[chosen])
+        optimizer.step()
+        if phase is not None:
+            phase.step()
+    train([training])
+    ours, labs = training.model.state_dict(), model.state_dict()
+    assert ours.keys() == labs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, labs[name], rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
+        )
 
 
 def test_a_graph_is_captured_again_when_norms_begin_to_close_and_when_they_settle(monkeypatch):
