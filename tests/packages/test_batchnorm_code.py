@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -307,10 +308,11 @@ def warns_of_hugging_face():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-            args = arguments("unused", max_steps=2, per_device_train_batch_size=4, weight_decay=0.01, **quiet)
-            trainer = trainer_class(model, args, train_dataset=data)
-            names = trainer.get_decay_parameter_names(model)
-            trainer.train()
+            with tempfile.TemporaryDirectory() as folder:
+                args = arguments(folder, max_steps=2, per_device_train_batch_size=4, weight_decay=0.01, **quiet)
+                trainer = trainer_class(model, args, train_dataset=data)
+                names = trainer.get_decay_parameter_names(model)
+                trainer.train()
         assert int(model.net[0][1].num_batches_tracked) == 2
         return names, [str(w.message) for w in caught if "kalmannorm" in str(w.message)]
 
