@@ -72,10 +72,15 @@ def _varies_within_a_cell(recipes: Sequence[Recipe], name: str) -> bool:
 
 
 def own_name(recipe: Recipe, told: Sequence[str], recipes: Sequence[Recipe]) -> str:
-    """The method, with those of its own options in which its rows differ: "BKN, q₀ 0.9"."""
+    """The method, with those of its own options in which its rows differ: "BKN, q₀ 0.9".
+
+    A closing phase that other methods do not have is named, too. If it is told, `terms` has it.
+    """
     kin = [other for other in recipes if other.method == recipe.method]
     apart = [name for name in told if name in _OWN and len({getattr(other, name) for other in kin}) > 1]
-    return ", ".join([title(recipe.method), *(option(name, getattr(recipe, name)) for name in apart)])
+    parts = [title(recipe.method), *(option(name, getattr(recipe, name)) for name in apart)]
+    closed = recipe.closing_start is not None and any(other.closing_start is None for other in recipes)
+    return ", ".join([*parts, *(["closing phase"] if closed and "closing_start" not in told else [])])
 
 
 def terms(recipe: Recipe, told: Sequence[str]) -> str:
