@@ -151,7 +151,7 @@ def test_a_row_with_a_closing_phase_is_compared_in_population_mode_only(tmp_path
     first, second, best = told(tmp_path)
     assert "BKN" in first and "10.0" not in first + second + best
     assert second.startswith("The largest of 3 gaps to BN at (64, 1): in population mode BN reaches 90.0 ± 0.0 %")
-    assert "BKN learned, closing phase reaches 98.0" in second and "BN, closing" not in first + second + best
+    assert "BKN learned, closing phase 98.0" in second and "BN, closing" not in first + second + best
     assert best.startswith("The best of 5 means at (64, 1), 98.0 %, is reached by")
 
 
