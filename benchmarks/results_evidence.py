@@ -402,6 +402,14 @@ def tested(cell: str) -> dict[tuple[str, int], float]:
     return {key: mean(point.tested("population")) for key, point in points.items() if point is not None}
 
 
+def near(cell: str, m: int) -> bool:
+    """Whether BKN and groups, both with plain filters and a closing phase, are within two standard errors."""
+    found = tested(cell)
+    both = [found[f"{norm}, closing phase", m] for norm in ("BKN", "groups")]
+    error = sum(standard_error(each, table.TEST[CELLS[cell].images]) ** 2 for each in both) ** 0.5
+    return abs(both[0] - both[1]) <= 2 * error
+
+
 def at_32(cell: str) -> float:
     """BKN learned minus batch norm at m = 32 in `population` inference, in points."""
     found = tested(cell)

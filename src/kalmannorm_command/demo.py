@@ -14,13 +14,11 @@ METHODS = ("bn", "brn", "gn", "bkn", "bkn-learned")
 SETTINGS = ((64, 64), (64, 2), (64, 1))
 CHANGES = {"epochs": 15.0, "evaluate_every": 3.0}
 """Changes to the preset: fewer epochs and fewer evaluations."""
-RECIPE: dict[str, Any] = {"closing_start": 0.02, "closing_end": 0.12}
-"""The closing phase of docs/recipe.md. The filters are those of the method."""
 EXTRA: dict[tuple[str, int], dict[str, Any]] = {
-    ("bkn-ws", 2): {**RECIPE, "fade_prior": True},
-    ("bkn-ws", 1): {**RECIPE, "fade_prior": True, "gain": 0.1},
-    ("bn-ws", 2): RECIPE,
-    ("bn-ws", 1): RECIPE,
+    ("bkn-ws", 2): {"fade_prior": True},
+    ("bkn-ws", 1): {"fade_prior": True, "gain": 0.1},
+    ("bn-ws", 2): {},
+    ("bn-ws", 1): {},
     ("mabn", 2): {},
     ("mabn", 1): {},
 }
@@ -56,13 +54,14 @@ def cells_of(seeds: int) -> list[Cell]:
     """All runs of the demo, seed by seed."""
     from kalmannorm.lab.comparing.cells import grid
     from kalmannorm.lab.comparing.cells import seeds as first_seeds
+    from kalmannorm.lab.experiments.catalogue import RECIPE
     from kalmannorm.lab.recipes.presets import preset
     from kalmannorm.lab.recipes.setting import Setting
 
-    found = []
+    found, closing = [], dict(zip(("closing_start", "closing_end"), RECIPE, strict=True))
     for seed in first_seeds(seeds):
         found += grid(preset("digits"), METHODS, [Setting(*setting) for setting in SETTINGS], [seed], CHANGES)
         for (method, m), changes in EXTRA.items():
-            setting = Setting(SETTINGS[0][0], m)
-            found += grid(preset("digits"), [method], [setting], [seed], {**CHANGES, **changes})
+            setting, own = Setting(SETTINGS[0][0], m), closing if method.endswith("-ws") else {}
+            found += grid(preset("digits"), [method], [setting], [seed], {**CHANGES, **own, **changes})
     return found

@@ -81,3 +81,6 @@ def test_the_table_of_the_lab(monkeypatch, points, within):
     assert f"| 2 and {len(trials)} |" in line and f"| ±{half:.2f} | 0.062 |" in line
     assert f"{within} of 1 differences {'is' if within else 'are'} within it" in text
     assert ("it is open whether lab and trials agree" in text) != within
+    assert ("Losses of the lab are those of the trials" in text) == (not within)
+    own[0]["loss"] = 0.5
+    assert "Losses of the lab" not in results_reproduced.reproduced()
